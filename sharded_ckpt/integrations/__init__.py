@@ -1,0 +1,1 @@
+"""Adapters for trainers; each imports the facade only."""

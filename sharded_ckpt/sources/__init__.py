@@ -1,0 +1,1 @@
+"""Training objects as named slices, and back: one module for each kind of object."""
