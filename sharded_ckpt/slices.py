@@ -53,7 +53,7 @@ def whole(shape: Sequence[int]) -> Run:
 def check_region(name: str, shape: Shape, region: Region) -> None:
     """Raises :class:`UsageError` unless ``region`` lies inside a tensor of ``shape``."""
     if isinstance(region, Run):
-        inside = 0 <= region.start and region.numel >= 0
+        inside = region.start >= 0 and region.numel >= 0
         inside = inside and region.start + region.numel <= math.prod(shape)
     else:
         inside = len(region.offset) == len(region.extent) == len(shape) and all(

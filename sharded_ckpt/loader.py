@@ -1,0 +1,323 @@
+"""The load path of one rank: one manifest for all, then only the bytes that this rank needs.
+
+Rank 0 alone looks at the directory; what it finds, or fails to find, every rank is told, so that no
+two ranks can resume from different steps. Each rank then reads its own slices straight into the
+live tensors, checksums included, and all ranks agree on whether that went well before any
+non-tensor state is touched.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from sharded_ckpt import plan as planning
+from sharded_ckpt import reader, rng, tree
+from sharded_ckpt.engine import Engine
+from sharded_ckpt.errors import (
+    CheckpointError,
+    CorruptError,
+    LayoutMismatch,
+    LoadError,
+    ManifestError,
+    ShardError,
+    StateMismatch,
+    StepNotFound,
+    StoreError,
+    UsageError,
+)
+from sharded_ckpt.group import Group
+from sharded_ckpt.handle import LoadResult
+from sharded_ckpt.layout import SetId
+from sharded_ckpt.manifest import Manifest
+from sharded_ckpt.slices import Entry, Slice
+from sharded_ckpt.sources.base import Parts, Source
+from sharded_ckpt.store import LocalStore
+
+log = logging.getLogger(__name__)
+
+# Errors that travel between ranks by name: what one rank raises, all of them raise.
+_BY_NAME: dict[str, type[CheckpointError]] = {
+    kind.__name__: kind
+    for kind in (
+        CorruptError,
+        LayoutMismatch,
+        LoadError,
+        ManifestError,
+        StateMismatch,
+        StepNotFound,
+        UsageError,
+    )
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A resolved step: the directory it is in, and its manifest."""
+
+    id: SetId
+    manifest: Manifest
+
+
+class Loader:
+    """Loads steps of one directory into one source. Used from the training thread only."""
+
+    def __init__(
+        self,
+        *,
+        store: LocalStore,
+        group: Group,
+        engine: Engine,
+        source: Source,
+        stateful: Mapping[str, Any],
+        timeout_s: float,
+    ) -> None:
+        self._store = store
+        self._group = group
+        self._engine = engine
+        self._source = source
+        self._stateful = stateful
+        self._timeout_s = timeout_s
+        self._calls = 0
+
+    def load(self, step: int | None, parts: Parts, *, fallback: bool) -> LoadResult:
+        """Fills the source from a committed step. Collective: every rank calls it.
+
+        Raises :class:`StepNotFound` for an explicit ``step`` that is not there,
+        :class:`LayoutMismatch`, :class:`StateMismatch`, and :class:`CorruptError`; with
+        ``fallback`` a damaged step is logged and the next older one is tried.
+        """
+        self._calls += 1
+        tries = 0
+        while True:
+            tries += 1
+            prefix = f"load/{self._calls}/{tries}"
+            found = self._resolve(prefix, step, skip=tries - 1, fallback=fallback)
+            if found is None:
+                return LoadResult(step=0)
+            error: CheckpointError | None = None
+            loaded: _Loaded | None = None
+            try:
+                loaded = self._read(found, parts)
+            except StoreError as problem:
+                # A committed set whose file cannot be read is a damaged set.
+                error = ShardError(f"step {found.id.step}: {problem}", path=problem.path)
+            except CheckpointError as problem:
+                error = problem
+            # Nobody goes on until everybody could read: ranks that disagree here would hang in
+            # their next collective.
+            error = self._agree(prefix, error)
+            if error is None:
+                assert loaded is not None
+                return self._apply(found, loaded, parts)
+            if not (fallback and step is None and isinstance(error, CorruptError)):
+                raise error
+            log.error("step %d is damaged, the next older one is tried: %s", found.id.step, error)
+
+    # -- one manifest for all ----------------------------------------------------------------
+
+    def _resolve(self, prefix: str, step: int | None, skip: int, fallback: bool) -> Found | None:
+        answer: bytes | None = None
+        if self._group.rank == 0:
+            try:
+                answer = self._lookup(step, skip, fallback and step is None)
+            except CheckpointError as error:
+                answer = _error_to_bytes(error, rank=0)
+        answer = self._group.broadcast(f"{prefix}/manifest", answer, self._timeout_s)
+        message = json.loads(answer)
+        if "error" in message:
+            raise _error_from(message)
+        if message["directory"] is None:
+            log.warning(
+                "no committed step in %s: starting from step 0", self._store.path("") or "."
+            )
+            return None
+        id = SetId.parse(message["directory"])
+        assert id is not None
+        data = message["manifest"].encode()
+        return Found(id, Manifest.from_bytes(data, where=f"{message['directory']}"))
+
+    def _lookup(self, step: int | None, skip: int, fallback: bool) -> bytes:
+        found = reader.resolve(self._store, step=step, skip=skip, fallback=fallback)
+        if found is None:
+            return json.dumps({"directory": None}).encode()
+        id, manifest = found
+        text = manifest.to_bytes().decode()
+        return json.dumps({"directory": id.dirname, "manifest": text}).encode()
+
+    def _agree(self, prefix: str, error: CheckpointError | None) -> CheckpointError | None:
+        mine = b"{}" if error is None else _error_to_bytes(error, rank=self._group.rank)
+        answers = self._group.gather(f"{prefix}/read", mine, self._timeout_s)
+        verdict: bytes | None = None
+        if self._group.rank == 0:
+            verdict = next((a for a in answers if a != b"{}"), b"{}")
+        verdict = self._group.broadcast(f"{prefix}/verdict", verdict, self._timeout_s)
+        if verdict == b"{}":
+            return None
+        return error if error is not None else _error_from(json.loads(verdict))
+
+    # -- reading -----------------------------------------------------------------------------
+
+    def _read(self, found: Found, parts: Parts) -> _Loaded:
+        manifest = found.manifest
+        self._check_layout(manifest, parts)
+        shards = reader.ShardReader(self._store, self._engine, found.id, manifest)
+        own = self._source.rank
+        wide = bool(getattr(self._source, "reads_all_shards", False)) or own >= manifest.world_size
+        ranks = range(manifest.world_size) if wide else [own]
+        try:
+            return self._fill(shards, list(ranks), found, parts)
+        except StateMismatch:
+            if wide or manifest.world_size == 1:
+                raise
+            # Something this rank needs is in another rank's shard (replicated tensors are cut
+            # over ranks): look at all of them.
+            return self._fill(shards, list(range(manifest.world_size)), found, parts)
+
+    def _fill(
+        self, shards: reader.ShardReader, ranks: list[int], found: Found, parts: Parts
+    ) -> _Loaded:
+        holdings = shards.holdings(ranks)
+        saved: dict[str, Entry] = {name: held[0].entry for name, held in holdings.items()}
+        targets = self._source.targets(saved, parts)
+        missing: list[str] = []
+        if not parts.strict:
+            missing = [t.entry.name for t in targets if t.entry.name not in saved]
+            targets = [t for t in targets if t.entry.name in saved]
+        wanted_names = {t.entry.name for t in targets}
+        extra = [
+            name
+            for name, entry in saved.items()
+            if name not in wanted_names and _belongs(entry, parts)
+        ]
+        if parts.strict and extra and not _only_derived(extra, wanted_names):
+            raise StateMismatch(
+                f"step {found.id.step} holds {len(extra)} tensors that nothing here takes: "
+                f"{', '.join(sorted(extra)[:8])}{', ...' if len(extra) > 8 else ''}; "
+                "load(strict=False) leaves them out"
+            )
+        reads = planning.reads([t.entry for t in targets], holdings, prefer_file=self._source.rank)
+        filled = shards.fill(reads, [t.tensor for t in targets])
+        rank_state = shards.state_tree(self._source.rank, ranks)
+        return _Loaded(
+            targets=targets,
+            nbytes=filled,
+            rank_state=rank_state,
+            tensor=shards.tensor_of(self._source.rank),
+            shared_tensor=shards.tensor_of(0),
+            missing=missing,
+            extra=extra,
+        )
+
+    def _check_layout(self, manifest: Manifest, parts: Parts) -> None:
+        if manifest.content != "full" and (parts.optimizer or parts.scheduler or parts.rng):
+            raise LoadError(
+                f"step {manifest.id.step} holds weights only (its optimizer state was retired); "
+                "load it with optimizer=False, scheduler=False, rng=False, data=False"
+            )
+        here = self._source.describe()
+        if manifest.layout == here:
+            return
+        keys = sorted(set(manifest.layout) | set(here))
+        different = [
+            f"{k}: saved {manifest.layout.get(k)!r}, here {here.get(k)!r}"
+            for k in keys
+            if manifest.layout.get(k) != here.get(k)
+        ]
+        raise LayoutMismatch(
+            f"step {manifest.id.step} was saved on another layout ({'; '.join(different)}); "
+            "loading on another layout is not supported by this version: start with the saved "
+            "layout, or consolidate the step and load plain weights"
+        )
+
+    # -- taking state back -------------------------------------------------------------------
+
+    def _apply(self, found: Found, loaded: _Loaded, parts: Parts) -> LoadResult:
+        manifest = found.manifest
+        own = loaded.rank_state
+        shared = tree.decode(manifest.state, loaded.shared_tensor)
+        rank_state = tree.decode(own, loaded.tensor) if own is not None else {}
+        self._source.restore(rank_state.get("source", {}), shared["source"], parts)
+        if parts.data:
+            self._restore_stateful(rank_state.get("stateful", {}), found)
+        if "client_state" in rank_state:
+            client_state = rank_state["client_state"]
+        else:
+            client_state = tree.decode(manifest.client_state, loaded.shared_tensor)
+        # Last of all: everything above may draw random numbers.
+        if parts.rng:
+            if "rng" in rank_state:
+                rng.restore(rank_state["rng"])
+            else:
+                rng.reseed(manifest.run_id, found.id.step, self._source.rank)
+        log.info(
+            "rank %d: loaded step %d: %d tensors, %d bytes",
+            self._source.rank,
+            found.id.step,
+            len(loaded.targets),
+            loaded.nbytes,
+        )
+        return LoadResult(
+            step=found.id.step,
+            client_state=client_state,
+            metrics=dict(manifest.metrics),
+            loaded={
+                "tensors": len(loaded.targets),
+                "nbytes": loaded.nbytes,
+                "missing": loaded.missing,
+                "extra": loaded.extra,
+                "tag": shared.get("tag"),
+            },
+            id=found.id,
+        )
+
+    def _restore_stateful(self, saved: Mapping[str, Any], found: Found) -> None:
+        if set(saved) != set(self._stateful):
+            raise StateMismatch(
+                f"step {found.id.step} holds the state of stateful objects {sorted(saved)}, here "
+                f"are {sorted(self._stateful)}; give the same names, or load(data=False)"
+            )
+        for name, state in saved.items():
+            self._stateful[name].load_state_dict(state)
+
+
+@dataclass(slots=True)
+class _Loaded:
+    targets: list[Slice]
+    nbytes: int
+    rank_state: Any
+    tensor: Callable[[str], Any]
+    shared_tensor: Callable[[str], Any]
+    missing: list[str]
+    extra: list[str]
+
+
+def _belongs(entry: Entry, parts: Parts) -> bool:
+    """Whether a saved tensor is of a kind that this load asks for."""
+    kind = entry.name.split("/", 1)[0]
+    if kind == "optim":
+        return parts.optimizer
+    if kind in ("model", "master", "buffer"):
+        return parts.weights
+    return False  # state/ tensors are reached through the tree that names them
+
+
+def _only_derived(extra: list[str], wanted: set[str]) -> bool:
+    """Whether all of ``extra`` are 16-bit weights whose master is loaded (the source's choice)."""
+    return all(
+        name.startswith("model/") and "master/" + name.removeprefix("model/") in wanted
+        for name in extra
+    )
+
+
+def _error_to_bytes(error: CheckpointError, rank: int) -> bytes:
+    names = [k.__name__ for k in type(error).__mro__ if k.__name__ in _BY_NAME]
+    kind = names[0] if names else LoadError.__name__
+    return json.dumps({"error": kind, "rank": rank, "message": str(error)}).encode()
+
+
+def _error_from(message: Mapping[str, Any]) -> CheckpointError:
+    return _BY_NAME[message["error"]](f"rank {message['rank']}: {message['message']}")

@@ -1,0 +1,228 @@
+"""Non-tensor training state of a DeepSpeed engine: counters, loss scalers, schedulers, groups.
+
+Everything is copied when it is read, since ``step()`` changes the live objects in place, and
+written back into the live objects, since schedulers and wrappers hold references to them.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+
+from sharded_ckpt.errors import StateMismatch, UsageError
+from sharded_ckpt.sources import common
+from sharded_ckpt.sources.base import Parts, State
+from sharded_ckpt.sources.ds_model import EngineModel, Param
+from sharded_ckpt.sources.ds_wrappers import Flat, Wrapper
+
+_COUNTERS = (
+    "global_steps",
+    "global_samples",
+    "skipped_steps",
+    "micro_steps",
+    "_unmanaged_backward_count",
+)
+# Fields of the wrapper itself that the next step reads.
+_FLAGS = ("overflow", "dynamic_loss_scale", "custom_loss_scaler", "external_loss_scale")
+_SIMPLE = (bool, int, float, str, type(None))
+# Where the wrappers keep the object with the loss scale: stages 1-3, then stage 0.
+_SCALERS = ("loss_scaler", "loss_scale_config")
+_GRAD_SCALERS = ("torch_autocast_z0_gradscaler", "torch_autocast_gradscaler")
+# Hyper-parameters that a scheduler writes: they travel with it, not with the optimizer.
+_SCHEDULED = ("lr", "initial_lr")
+
+
+# --- equal on all ranks ------------------------------------------------------------------------
+
+
+def capture_shared(engine: Any) -> State:
+    """Counters, loss scalers and schedulers: what is equal on all ranks."""
+    return {
+        "counters": {k: getattr(engine, k) for k in _COUNTERS if hasattr(engine, k)},
+        "flags": _simple(engine.optimizer, _FLAGS),
+        "loss_scalers": {k: _simple(scaler) for k, scaler in _scalers(engine).items()},
+        "grad_scalers": {k: s.state_dict() for k, s in _grad_scalers(engine).items()},
+        "lr_scheduler": _state_dict(engine.lr_scheduler),
+        "random_ltd": _state_dict(_random_ltd(engine)),
+    }
+
+
+def restore_shared(engine: Any, saved: State, parts: Parts) -> None:
+    """Writes back what :func:`capture_shared` gave. Raises :class:`StateMismatch`."""
+    if parts.scheduler:
+        for key, value in saved["counters"].items():
+            setattr(engine, key, value)
+        _load_state_dict("lr_scheduler", engine.lr_scheduler, saved["lr_scheduler"])
+    if parts.data:
+        _load_state_dict("random_ltd_scheduler", _random_ltd(engine), saved["random_ltd"])
+    if parts.optimizer:
+        for key, value in saved["flags"].items():
+            setattr(engine.optimizer, key, value)
+        _match("loss scalers", _scalers(engine), saved["loss_scalers"])
+        for key, scaler in _scalers(engine).items():
+            for name, value in saved["loss_scalers"][key].items():
+                setattr(scaler, name, value)
+        _match("gradient scalers", _grad_scalers(engine), saved["grad_scalers"])
+        for key, scaler in _grad_scalers(engine).items():
+            scaler.load_state_dict(saved["grad_scalers"][key])
+
+
+def _simple(obj: Any, names: Sequence[str] | None = None) -> State:
+    """Fields of ``obj`` that are plain values; of ``names`` only, if given."""
+    fields = vars(obj)
+    wanted = fields if names is None else [n for n in names if n in fields]
+    return {n: fields[n] for n in wanted if type(fields[n]) in _SIMPLE}
+
+
+def _scalers(engine: Any) -> dict[str, Any]:
+    found = {k: vars(engine.optimizer).get(k) for k in _SCALERS}
+    return {k: scaler for k, scaler in found.items() if scaler is not None}
+
+
+def _grad_scalers(engine: Any) -> dict[str, Any]:
+    found = {}
+    for holder in (engine, engine.optimizer):
+        for key in _GRAD_SCALERS:
+            scaler = vars(holder).get(key)
+            if scaler is not None:
+                found[key] = scaler
+    return found
+
+
+def _random_ltd(engine: Any) -> Any:
+    enabled = getattr(engine, "random_ltd_enabled", None)
+    return engine.random_ltd_scheduler if enabled is not None and enabled() else None
+
+
+def _state_dict(obj: Any) -> Any:
+    return None if obj is None else copy.deepcopy(obj.state_dict())
+
+
+def _load_state_dict(what: str, obj: Any, saved: Any) -> None:
+    if (obj is None) != (saved is None):
+        here, there = ("none", "one") if obj is None else ("one", "none")
+        raise StateMismatch(
+            f"the engine has {here} for {what}, the step has {there}; give deepspeed.initialize "
+            "what was saved, or load(scheduler=False, data=False)"
+        )
+    if obj is not None:
+        obj.load_state_dict(copy.deepcopy(saved))
+
+
+def _match(what: str, live: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+    if live.keys() != saved.keys():
+        raise StateMismatch(
+            f"{what} of the engine are {sorted(live)}, of the step {sorted(saved)}; use the "
+            "precision that was saved, or load(optimizer=False)"
+        )
+
+
+# --- each rank's own ---------------------------------------------------------------------------
+
+
+def capture_rank(engine: Any, wrapper: Wrapper, model: EngineModel, flats: list[Flat]) -> State:
+    """Parameter groups, Python-valued optimizer state and the data sampler's own position."""
+    scalars: dict[str, dict[str, Any]] = {}
+    for flat in flats:
+        state = wrapper.inner.state.get(flat.master, {})
+        own = common.sort_state(flat.params[0].fqn, state, flat.master.shape).scalars
+        if own:
+            scalars.update({param.fqn: dict(own) for param in flat.params})
+    names = [[p.fqn for p in group] for group in wrapper.groups(model)]
+    return {
+        "param_groups": common.capture_groups(wrapper.inner.param_groups, names),
+        "optimizer_scalars": scalars,
+        "data_sampler": _sampler_state(engine),
+    }
+
+
+def restore_groups(
+    wrapper: Wrapper, model: EngineModel, saved: Sequence[State], parts: Parts
+) -> None:
+    """Hyper-parameters of the optimizer's groups, matched by the names of their parameters.
+
+    Groups are written in place, so that schedulers keep pointing at them. Raises
+    :class:`StateMismatch` with the differing names.
+    """
+    here = {p.fqn for p in model.params}
+    # A step of a pipeline may name parameters of other stages.
+    known = [{**g, "params": [n for n in g["params"] if n in here]} for g in saved]
+    known = [g for g in known if g["params"]]
+    groups = [
+        _GroupOfParams(*pair)
+        for pair in zip(wrapper.inner.param_groups, wrapper.groups(model), strict=True)
+    ]
+    groups = [g for g in groups if g.names]
+    matched = common.match_groups([g.names for g in groups], known, strict=parts.strict)
+
+    def wanted(key: str) -> bool:
+        return parts.scheduler if key in _SCHEDULED else parts.optimizer
+
+    chosen = [
+        {**g, "options": {k: v for k, v in g["options"].items() if wanted(k)}} for g in matched
+    ]
+    common.restore_groups([g.options for g in groups], chosen)
+
+
+class _GroupOfParams:
+    """A live group of the inner optimizer and the names of what it trains."""
+
+    def __init__(self, options: dict[str, Any], params: Sequence[Param]) -> None:
+        self.options = options
+        self.names = [p.fqn for p in params]
+
+
+def _sampler(engine: Any) -> Any:
+    loader = getattr(engine, "training_dataloader", None)
+    enabled = getattr(engine, "curriculum_learning_enabled", None)
+    if loader is None or enabled is None or not enabled():
+        return None
+    return loader.data_sampler
+
+
+def _sampler_state(engine: Any) -> State | None:
+    sampler = _sampler(engine)
+    if sampler is None:
+        return None
+    state = copy.deepcopy(sampler.state_dict())
+    # state_dict() holds numpy's global generator; what the sampler draws from is its own.
+    own = getattr(sampler, "np_rng", None)
+    return {"state": state, "rng": None if own is None else own.bit_generator.state}
+
+
+def restore_sampler(engine: Any, saved: State | None) -> None:
+    """Position and generator of a curriculum data sampler."""
+    sampler = _sampler(engine)
+    if (sampler is None) != (saved is None):
+        here, there = ("no", "a") if sampler is None else ("a", "no")
+        raise StateMismatch(
+            f"the engine has {here} curriculum data sampler, the step has {there} state for one; "
+            "use the data_efficiency config that was saved, or load(data=False)"
+        )
+    if sampler is not None and saved is not None:
+        sampler.load_state_dict(copy.deepcopy(saved["state"]))
+        if saved["rng"] is not None:
+            sampler.np_rng.bit_generator.state = saved["rng"]
+
+
+def check_boundary(engine: Any) -> None:
+    """Raises :class:`UsageError` in the middle of a gradient accumulation."""
+    managed = getattr(engine, "managed_gradient_accumulation", None)
+    if managed is not None and not managed():
+        pending = int(getattr(engine, "_unmanaged_backward_count", 0))
+        if pending:
+            raise UsageError(
+                f"{pending} backward passes have not been stepped yet, and their gradients are not "
+                "part of a checkpoint; call save() after engine.step()"
+            )
+        return
+    every = int(engine.gradient_accumulation_steps())
+    done = int(engine.micro_steps) % every
+    if done:
+        raise UsageError(
+            f"{done} of {every} micro-batches of a gradient accumulation are done (micro step "
+            f"{engine.micro_steps}), and their gradients are not part of a checkpoint; call save() "
+            f"after {every - done} more engine.step()"
+        )

@@ -1,0 +1,352 @@
+"""Staging buffers: where a snapshot lives in host memory while it is written.
+
+DESIGN. A rank owns a few buffers (two by default): one is being written while the next snapshot is
+taken. A buffer holds one arena of the engine's, as large as the shard, or smaller: then the shard
+streams through it as a ring of chunks, and a snapshot takes as long as the disk does.
+
+Who copies: host tensors are copied by the engine's threads, straight from their own memory. Device
+tensors are copied on a side stream (device.py); a *stager* thread waits for each batch's event and
+tells the engine how far the arena is filled.
+
+A buffer moves FREE -> STAGING -> DRAINING -> FREE. STAGING ends when every source has been copied:
+from then on training may change them. DRAINING ends when the file is durable or has failed.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from sharded_ckpt.device import CopyStream, Mark, host_bytes, stream_for
+from sharded_ckpt.engine import Arena, Engine, Job
+from sharded_ckpt.errors import CheckpointError, SaveTimeout, UsageError
+from sharded_ckpt.shard import ShardPlan
+from sharded_ckpt.slices import Slice
+
+if TYPE_CHECKING:
+    import torch
+
+log = logging.getLogger(__name__)
+
+# Device copies are marked once per this many bytes: often enough that checksums and writes start
+# early, rarely enough that thousands of small tensors share one event.
+MARK_NBYTES = 64 << 20
+
+
+class BufferState(enum.Enum):
+    FREE = "free"  # nobody uses it
+    STAGING = "staging"  # copies into it are running; sources must not change
+    DRAINING = "draining"  # holds a whole snapshot (or its tail) that is being written
+
+
+_TRANSITIONS: dict[BufferState, frozenset[BufferState]] = {
+    BufferState.FREE: frozenset({BufferState.STAGING}),
+    BufferState.STAGING: frozenset({BufferState.DRAINING, BufferState.FREE}),
+    BufferState.DRAINING: frozenset({BufferState.FREE}),
+}
+
+
+@dataclass(slots=True)
+class Buffer:
+    """One staging buffer. Its arena is allocated on first use, and again for a larger shard."""
+
+    index: int
+    arena: Arena | None = None
+    locked: bool = False  # page-locked for device copies
+    state: BufferState = BufferState.FREE
+
+    def move(self, new: BufferState) -> None:
+        if new not in _TRANSITIONS[self.state]:
+            raise AssertionError(f"staging buffer {self.index}: {self.state} -> {new}")
+        self.state = new
+
+
+@dataclass(slots=True)
+class Snapshot:
+    """One shard's bytes on their way from live tensors to the engine's file."""
+
+    plan: ShardPlan
+    job: Job
+    buffer: Buffer
+    # Live tensors and eager clones; held until the engine has read them.
+    sources: list[Any] = field(default_factory=list)
+    # Whether the engine's threads read host tensors that training will change.
+    reads_live_host: bool = True
+    stream: CopyStream | None = None
+    last_mark: Mark | None = None  # behind all device copies; set once they are all queued
+    queued: threading.Event = field(default_factory=threading.Event)
+    fenced: bool = False
+    error: BaseException | None = None
+
+    def staged(self) -> bool:
+        """Whether every source has been copied. Never blocks."""
+        if self.fenced:
+            return True
+        if self.stream is not None and not (
+            self.queued.is_set() and self.last_mark is not None and self.last_mark.reached()
+        ):
+            return False
+        return not self.reads_live_host or self.job.wait_staged(0)
+
+    def fence(self, deadline: float) -> None:
+        """Returns once training may change the sources.
+
+        Host copies are waited for. For device copies the compute stream is made to wait and the
+        host is not, unless they still stream through a ring. Raises :class:`SaveTimeout` at the
+        deadline (monotonic seconds), and the error of the copy if it failed.
+        """
+        if self.fenced:
+            return
+        if self.stream is not None:
+            if not self.queued.wait(max(0.0, deadline - time.monotonic())):
+                raise SaveTimeout("device copies of the snapshot were not queued by the deadline")
+            if self.error is not None:
+                raise self.error
+            assert self.last_mark is not None
+            self.stream.hold_compute(self.last_mark)
+        if self.reads_live_host and not self.job.wait_staged(max(0.0, deadline - time.monotonic())):
+            raise SaveTimeout(
+                "the snapshot was not copied by the deadline; the optimizer step waits for it"
+            )
+        self.fenced = True
+
+
+class StagingPool:
+    """The staging buffers of one rank."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        buffers: int,
+        staging_nbytes: int | None,
+        stream: CopyStream | None = None,
+    ) -> None:
+        if buffers < 1:
+            raise UsageError(f"buffers must be at least 1, got {buffers}")
+        self._engine = engine
+        self._limit = None if staging_nbytes is None else staging_nbytes // buffers
+        self._buffers = [Buffer(i) for i in range(buffers)]
+        self._changed = threading.Condition()
+        self._forced_stream = stream
+        self._streams: dict[str, CopyStream | None] = {}
+        self._stager: threading.Thread | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Host memory held by the buffers."""
+        return sum(b.arena.nbytes for b in self._buffers if b.arena is not None)
+
+    def check_limit(self, chunk_nbytes: int) -> None:
+        """Raises :class:`UsageError` when ``staging_nbytes`` cannot hold two chunks a buffer."""
+        if self._limit is not None and self._limit < 2 * chunk_nbytes:
+            need = 2 * chunk_nbytes * len(self._buffers)
+            raise UsageError(
+                f"staging_nbytes={self._limit * len(self._buffers)} is too small: "
+                f"{len(self._buffers)} buffers of two {chunk_nbytes}-byte chunks need {need}"
+            )
+
+    def prepare(self, plan: ShardPlan, *, device: bool) -> None:
+        """Allocates every buffer for shards like ``plan``, ahead of the first save."""
+        for _ in self._buffers:
+            buffer = self.acquire(timeout_s=0)
+            if buffer is None:
+                return
+            try:
+                self._fit(buffer, plan, device)
+            finally:
+                self.release(buffer)
+
+    def acquire(self, timeout_s: float) -> Buffer | None:
+        """A free buffer, now in state STAGING, or ``None`` when none gets free in time."""
+        deadline = time.monotonic() + timeout_s
+        with self._changed:
+            while True:
+                for buffer in self._buffers:
+                    if buffer.state is BufferState.FREE:
+                        buffer.move(BufferState.STAGING)
+                        return buffer
+                left = deadline - time.monotonic()
+                if left <= 0 or not self._changed.wait(left):
+                    return None
+
+    def release(self, buffer: Buffer) -> None:
+        with self._changed:
+            buffer.move(BufferState.FREE)
+            self._changed.notify_all()
+
+    def busy(self) -> bool:
+        with self._changed:
+            return all(b.state is not BufferState.FREE for b in self._buffers)
+
+    def start(self, buffer: Buffer, slices: Sequence[Slice], plan: ShardPlan) -> Snapshot:
+        """Begins to copy ``slices`` (in the plan's file order) into ``buffer``.
+
+        Eager slices are cloned before this returns. Everything else may still be read until
+        :meth:`Snapshot.fence` returns.
+        """
+        sources: list[Any] = []
+        addresses: list[tuple[int, int]] = []
+        stream: CopyStream | None = None
+        for item in slices:
+            tensor = item.tensor.detach()
+            if item.eager:
+                tensor = tensor.to("cpu", copy=True)
+            nbytes = tensor.numel() * tensor.element_size()
+            of_tensor = self._stream_of(tensor)
+            if of_tensor is not None:
+                stream = of_tensor
+            sources.append(tensor)
+            addresses.append((0 if of_tensor is not None else tensor.data_ptr(), nbytes))
+        self._fit(buffer, plan, device=stream is not None)
+        assert buffer.arena is not None
+        job = self._engine.start(buffer.arena, addresses, chunk_nbytes=plan.chunk_nbytes)
+        reads_live_host = any(
+            address and nbytes and not item.eager
+            for item, (address, nbytes) in zip(slices, addresses, strict=True)
+        )
+        snapshot = Snapshot(plan, job, buffer, sources, reads_live_host, stream)
+        if stream is None:
+            snapshot.queued.set()
+            return snapshot
+        stream.begin()
+        pieces = _device_pieces(sources, addresses, plan)
+        if plan.data_nbytes <= buffer.arena.nbytes:
+            # Everything fits: queue all copies now, from the training thread, and let the stager
+            # only wait for their marks. The host does not wait for the device here.
+            marks = _queue(stream, buffer.arena, pieces, plan, job=None)
+            snapshot.last_mark = marks[-1][1] if marks else stream.mark()
+            snapshot.queued.set()
+            work: Any = marks
+        else:
+            work = pieces
+        thread = threading.Thread(
+            target=_stage, args=(snapshot, work), name="sharded_ckpt-stager", daemon=True
+        )
+        thread.start()
+        return snapshot
+
+    def drain(self, snapshot: Snapshot) -> None:
+        """Marks that all sources are copied; the buffer is now only read."""
+        with self._changed:
+            snapshot.buffer.move(BufferState.DRAINING)
+
+    def close(self) -> None:
+        for buffer in self._buffers:
+            if buffer.locked and buffer.arena is not None:
+                stream = self._forced_stream or next(s for s in self._streams.values() if s)
+                stream.page_unlock(buffer.arena.address)
+            buffer.locked = False
+            buffer.arena = None
+
+    def _stream_of(self, tensor: torch.Tensor) -> CopyStream | None:
+        if self._forced_stream is not None:
+            return self._forced_stream
+        key = str(tensor.device)
+        if key not in self._streams:
+            self._streams[key] = stream_for(tensor.device)
+        return self._streams[key]
+
+    def _fit(self, buffer: Buffer, plan: ShardPlan, device: bool) -> None:
+        wanted = max(plan.data_nbytes, 1)
+        if self._limit is not None and wanted > self._limit:
+            wanted = self._limit // plan.chunk_nbytes * plan.chunk_nbytes
+        if buffer.arena is None or buffer.arena.nbytes < wanted:
+            self._unlock(buffer)
+            buffer.arena = None  # freed first: two arenas at once would break the memory bound
+            buffer.arena = self._engine.arena(wanted)
+        if device and not buffer.locked:
+            stream = self._forced_stream or next(s for s in self._streams.values() if s)
+            stream.page_lock(buffer.arena.address, buffer.arena.nbytes)
+            buffer.locked = True
+
+    def _unlock(self, buffer: Buffer) -> None:
+        if buffer.locked and buffer.arena is not None:
+            stream = self._forced_stream or next(s for s in self._streams.values() if s)
+            stream.page_unlock(buffer.arena.address)
+            buffer.locked = False
+
+
+# (flat uint8 view of a source, position in the data part, nbytes)
+_Piece = tuple[Any, int, int]
+
+
+def _device_pieces(
+    sources: Sequence[Any], addresses: Sequence[tuple[int, int]], plan: ShardPlan
+) -> list[_Piece]:
+    """Device sources cut at chunk borders, so that each piece lies in one slot of a ring."""
+    import torch
+
+    pieces: list[_Piece] = []
+    for tensor, (address, nbytes), start in zip(sources, addresses, plan.offsets, strict=True):
+        if address or not nbytes:
+            continue
+        flat = tensor.reshape(-1).view(torch.uint8)
+        done = 0
+        while done < nbytes:
+            border = (start + done) // plan.chunk_nbytes * plan.chunk_nbytes + plan.chunk_nbytes
+            step = min(nbytes - done, border - start - done)
+            pieces.append((flat[done : done + step], start + done, step))
+            done += step
+    return pieces
+
+
+def _queue(
+    stream: CopyStream, arena: Arena, pieces: Sequence[_Piece], plan: ShardPlan, job: Job | None
+) -> list[tuple[int, Mark]]:
+    """Queues copies; ``(offset below which the arena is filled, mark)`` for each batch."""
+    memory = host_bytes(arena.address, arena.nbytes)
+    slots = max(1, arena.nbytes // plan.chunk_nbytes)
+    ring = plan.data_nbytes > arena.nbytes
+    marks: list[tuple[int, Mark]] = []
+    pending = 0
+    for view, start, nbytes in pieces:
+        at = start
+        if ring:
+            at = start // plan.chunk_nbytes % slots * plan.chunk_nbytes + start % plan.chunk_nbytes
+        stream.copy(memory[at : at + nbytes], view)
+        pending += nbytes
+        if pending >= MARK_NBYTES:
+            marks.append((start + nbytes, stream.mark()))
+            pending = 0
+    if pieces:
+        marks.append((plan.data_nbytes, stream.mark()))
+    return marks
+
+
+def _stage(snapshot: Snapshot, work: Any) -> None:
+    """Body of the stager thread of one snapshot with device sources."""
+    job, stream, arena = snapshot.job, snapshot.stream, snapshot.buffer.arena
+    assert stream is not None and arena is not None
+    try:
+        if snapshot.queued.is_set():
+            for filled, mark in work:
+                mark.wait()
+                job.advance(filled)
+        else:
+            # A ring: each chunk waits until its slot has been written.
+            plan = snapshot.plan
+            for index, piece in enumerate(work):
+                while not job.wait_slot_for(piece[1], timeout_s=1.0):
+                    pass  # ends with the job's error when it fails or is cancelled
+                _queue(stream, arena, [piece], plan, job)
+                snapshot.last_mark = stream.mark()
+                snapshot.last_mark.wait()
+                following = work[index + 1][1] if index + 1 < len(work) else plan.data_nbytes
+                job.advance(following)
+        job.advance(snapshot.plan.data_nbytes)
+    except CheckpointError as error:
+        snapshot.error = error
+    except Exception as error:
+        log.exception("staging a snapshot failed")
+        snapshot.error = error
+        job.cancel()
+    finally:
+        if snapshot.last_mark is None:
+            snapshot.last_mark = stream.mark()
+        snapshot.queued.set()
