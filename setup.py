@@ -4,6 +4,7 @@ The package works without it (the Python engine takes over, more slowly), so a f
 loud message and not an error. ``SHARDED_CKPT_NO_EXTENSION=1`` skips the build.
 """
 
+import copy
 import os
 import sys
 from pathlib import Path
@@ -27,8 +28,14 @@ class OptionalBuild(build_ext):
     """A compiler that is missing or fails costs speed, not the installation."""
 
     def build_extension(self, ext: Extension) -> None:
+        import nanobind
+
+        # Added to a copy: setuptools lists the sources of extensions as files of this project, and
+        # refuses a path outside it.
+        own = copy.copy(ext)
+        own.sources = [*ext.sources, str(Path(nanobind.source_dir()) / "nb_combined.cpp")]
         try:
-            super().build_extension(ext)
+            super().build_extension(own)
         except Exception as error:
             _say(str(error))
 
@@ -50,8 +57,7 @@ def _extensions() -> list[Extension]:
     return [
         Extension(
             "sharded_ckpt._C",
-            sources=[f"csrc/{name}.cc" for name in [*_CORE, "bindings"]]
-            + [str(Path(nanobind.source_dir()) / "nb_combined.cpp")],
+            sources=[f"csrc/{name}.cc" for name in [*_CORE, "bindings"]],
             depends=[str(path) for path in sorted(Path("csrc").glob("*.h"))],
             include_dirs=[
                 "csrc",

@@ -19,8 +19,7 @@ Status Arena::Map(uint64_t nbytes, std::shared_ptr<Arena>* arena) {
   // Whole huge pages where it matters, so that the end of a large arena is not made of small ones.
   const uint64_t unit = nbytes >= kHugePageNbytes ? kHugePageNbytes : kAlign;
   const uint64_t size = nbytes == 0 ? kAlign : (nbytes + unit - 1) / unit * unit;
-  void* address =
-      ::mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  void* address = ::mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (address == MAP_FAILED) {
     return Status::Io(errno, "mmap", "staging buffer", std::to_string(size) + " bytes");
   }

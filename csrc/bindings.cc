@@ -210,8 +210,8 @@ void BindJobs(nb::module_& m) {
       .def(
           "write_to",
           [](Job& job, std::string path, nb::bytes header, uint64_t crc_pos) {
-            return OrNone(job.WriteTo(std::move(path), std::string(header.c_str(), header.size()),
-                                      crc_pos));
+            return OrNone(
+                job.WriteTo(std::move(path), std::string(header.c_str(), header.size()), crc_pos));
           },
           "path"_a, "header"_a, "crc_pos"_a)
       .def(
@@ -250,9 +250,7 @@ void BindJobs(nb::module_& m) {
       .def("start", &StartJob, "arena"_a, "sources"_a, "chunk_nbytes"_a)
       .def(
           "close",
-          [](Engine& engine, double timeout_s) {
-            return OrNone(engine.Close(Seconds(timeout_s)));
-          },
+          [](Engine& engine, double timeout_s) { return OrNone(engine.Close(Seconds(timeout_s))); },
           "timeout_s"_a, ReleaseGil());
   nb::class_<ShardReader>(m, "ShardReader")
       .def(nb::init<>())

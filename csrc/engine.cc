@@ -239,8 +239,8 @@ Status Engine::Start(std::shared_ptr<Arena> arena, std::vector<Source> sources,
   if (state_->forked()) return ForkedStatus();
   Status status = ShardWriter::Check(*arena, sources, chunk_nbytes);
   if (!status.ok()) return status;
-  auto writer = std::make_shared<ShardWriter>(std::move(arena), std::move(sources), chunk_nbytes,
-                                              io_mode_);
+  auto writer =
+      std::make_shared<ShardWriter>(std::move(arena), std::move(sources), chunk_nbytes, io_mode_);
   std::lock_guard<std::mutex> lock(state_->mutex);
   if (state_->closing) return ClosedStatus();
   status = StartThreads();

@@ -41,7 +41,7 @@ int RealDropCache(int fd, off_t offset, off_t nbytes) {
 }
 
 constexpr Syscalls kReal = {
-    RealOpen,    ::close,     RealSetDirect,   ::pread,       ::pwrite,    RealFallocate,
+    RealOpen,    ::close,         RealSetDirect, ::pread,     ::pwrite, RealFallocate,
     ::ftruncate, RealWriteBehind, RealDropCache, ::fdatasync, ::fsync,
 };
 

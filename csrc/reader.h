@@ -85,8 +85,8 @@ class ShardReader {
   ReadRequest request_;
   Fd fd_;
   uint64_t fork_generation_ = 0;
-  std::vector<Piece> pieces_;       // Ascending by chunk.
-  std::vector<size_t> work_;        // Touched chunks, ascending.
+  std::vector<Piece> pieces_;        // Ascending by chunk.
+  std::vector<size_t> work_;         // Touched chunks, ascending.
   std::vector<size_t> first_piece_;  // Per work item, then the end.
 
   std::vector<std::thread> threads_;

@@ -20,11 +20,11 @@ struct JobTransition {
 };
 
 constexpr JobTransition kJobTransitions[] = {
-    {JobState::kUnnamed, JobState::kNamed},      {JobState::kNamed, JobState::kOpening},
-    {JobState::kOpening, JobState::kWriting},    {JobState::kWriting, JobState::kFinishing},
-    {JobState::kFinishing, JobState::kDone},     {JobState::kUnnamed, JobState::kFailed},
-    {JobState::kNamed, JobState::kFailed},       {JobState::kOpening, JobState::kFailed},
-    {JobState::kWriting, JobState::kFailed},     {JobState::kFinishing, JobState::kFailed},
+    {JobState::kUnnamed, JobState::kNamed},   {JobState::kNamed, JobState::kOpening},
+    {JobState::kOpening, JobState::kWriting}, {JobState::kWriting, JobState::kFinishing},
+    {JobState::kFinishing, JobState::kDone},  {JobState::kUnnamed, JobState::kFailed},
+    {JobState::kNamed, JobState::kFailed},    {JobState::kOpening, JobState::kFailed},
+    {JobState::kWriting, JobState::kFailed},  {JobState::kFinishing, JobState::kFailed},
 };
 
 size_t CountChunks(uint64_t data_nbytes, uint64_t chunk_nbytes) {
@@ -153,8 +153,8 @@ Status ShardWriter::Name(std::string path, std::string header, uint64_t crc_pos)
   const uint64_t digits = kCrcDigits * chunk_count();
   if (header.empty() || crc_pos > header.size() || digits > header.size() - crc_pos) {
     return Status::Invalid("a header of " + std::to_string(header.size()) +
-                           " bytes has no room for " + std::to_string(digits) +
-                           " digits at byte " + std::to_string(crc_pos));
+                           " bytes has no room for " + std::to_string(digits) + " digits at byte " +
+                           std::to_string(crc_pos));
   }
   path_ = std::move(path);
   header_ = std::move(header);
@@ -186,8 +186,8 @@ bool ShardWriter::MayCopy(size_t chunk) const {
 
 std::optional<size_t> ShardWriter::ClaimCopy() {
   if (failed()) return std::nullopt;
-  for (auto [chunks, next] : {std::pair(&own_chunks_, &next_own_),
-                              std::pair(&external_chunks_, &next_external_)}) {
+  for (auto [chunks, next] :
+       {std::pair(&own_chunks_, &next_own_), std::pair(&external_chunks_, &next_external_)}) {
     if (*next == chunks->size() || !MayCopy((*chunks)[*next])) continue;
     const size_t chunk = (*chunks)[(*next)++];
     MoveSlot(chunk, SlotState::kFilling);
@@ -209,9 +209,8 @@ uint32_t ShardWriter::Copy(size_t chunk) const {
     const uint64_t nbytes = std::min(end, source_starts_[source + 1]) - at;
     char* const to = dest + (at - start);
     const char* const address = sources_[source].address;
-    crc = address == nullptr
-              ? Crc32cExtend(crc, to, nbytes)
-              : Crc32cCopy(crc, to, address + (at - source_starts_[source]), nbytes);
+    crc = address == nullptr ? Crc32cExtend(crc, to, nbytes)
+                             : Crc32cCopy(crc, to, address + (at - source_starts_[source]), nbytes);
     at += nbytes;
   }
   return crc;

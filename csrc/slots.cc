@@ -9,12 +9,9 @@ struct Transition {
 };
 
 constexpr Transition kTransitions[] = {
-    {SlotState::kFree, SlotState::kFilling},
-    {SlotState::kFilling, SlotState::kReady},
-    {SlotState::kReady, SlotState::kWriting},
-    {SlotState::kWriting, SlotState::kFree},
-    {SlotState::kFilling, SlotState::kFailed},
-    {SlotState::kReady, SlotState::kFailed},
+    {SlotState::kFree, SlotState::kFilling},   {SlotState::kFilling, SlotState::kReady},
+    {SlotState::kReady, SlotState::kWriting},  {SlotState::kWriting, SlotState::kFree},
+    {SlotState::kFilling, SlotState::kFailed}, {SlotState::kReady, SlotState::kFailed},
     {SlotState::kWriting, SlotState::kFailed},
 };
 

@@ -6,13 +6,13 @@ python examples/check_logits.py runs/demo runs/demo/model
 from __future__ import annotations
 
 import argparse
-import shutil
 import sys
 from pathlib import Path
 
 import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
+from transformers.utils import logging
 
 
 def main() -> int:
@@ -20,7 +20,7 @@ def main() -> int:
     parser.add_argument("run", type=Path, help="the directory that train_gpt2.py wrote")
     parser.add_argument("model", type=Path, help="what `sharded_ckpt consolidate` made of it")
     args = parser.parse_args()
-    shutil.copy(args.run / "config" / "config.json", args.model)  # weights only were consolidated
+    logging.disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(args.model, attn_implementation="eager").eval()
     with torch.no_grad():
         logits = model(torch.from_numpy(np.load(args.run / "tokens.npy"))).logits.numpy()

@@ -14,4 +14,4 @@ with ShardedCheckpointer(model, "runs/quickstart", optimizer=optimizer, **polici
         if ckpt.should_save(step):
             ckpt.save(step, metrics={"loss": loss.item()})  # returns at once
     ckpt.wait()
-    print("committed steps:", ckpt.all_steps())
+    print("newest committed step:", ckpt.latest_step())

@@ -103,6 +103,7 @@ def make_engine(args: argparse.Namespace) -> Any:
             "train_micro_batch_size_per_gpu": args.batch,
             "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
             "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 20}},
+            "gradient_clipping": 1.0,
             "zero_optimization": {"stage": args.stage},
             "steps_per_print": 10**9,
         },

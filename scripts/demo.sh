@@ -24,6 +24,7 @@ train() {
   timeout --kill-after=10 "$LAUNCH_TIMEOUT_S" python -m torch.distributed.run --standalone --local-addr 127.0.0.1 \
     --nproc-per-node 2 examples/train_gpt2.py "$RUN" --steps "$STEPS" --save-every "$SAVE_EVERY" "$@"
 }
+export PYTHONWARNINGS=ignore::FutureWarning
 # Shows what the ranks say, keeps what the launchers and libraries say for the case of a failure.
 shown() { tee -a "$RUN/output.txt" | grep -E --line-buffered '^(step|rank|starting|resuming)' || true; }
 title() { printf '\n=== %s\n' "$*"; }
@@ -55,7 +56,7 @@ python examples/timeline.py "$RUN"
 title "offline: ls, verify, consolidate, from_pretrained"
 python -m sharded_ckpt ls "$RUN/checkpoints"
 python -m sharded_ckpt verify "$RUN/checkpoints"
-python -m sharded_ckpt consolidate "$RUN/checkpoints" "$RUN/model"
+python -m sharded_ckpt consolidate "$RUN/checkpoints" "$RUN/model" --copy-config "$RUN/config"
 python examples/check_logits.py "$RUN" "$RUN/model"
 
 say "took $((SECONDS - started)) s after set-up"

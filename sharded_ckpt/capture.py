@@ -8,17 +8,68 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from sharded_ckpt import dtypes, tree
+from sharded_ckpt import dtypes, rng, tree
 from sharded_ckpt._version import __version__
 from sharded_ckpt.errors import UsageError
 from sharded_ckpt.slices import Entry, Slice, whole
+from sharded_ckpt.sources.base import Source
+from sharded_ckpt.votes import CommitParts
+
+
+@dataclass(slots=True)
+class Captured:
+    """Non-tensor state of one save: this rank's own tree, and what rank 0 puts in the manifest."""
+
+    rank_tree: Any
+    parts: CommitParts
+
 
 # Where the tensors inside non-tensor state live in a shard.
 PREFIX = "state/"
+
+
+def capture(
+    source: Source,
+    stateful: Mapping[str, Any],
+    client_state: Any,
+    metrics: Mapping[str, Any] | None,
+    tag: str | None,
+) -> tuple[list[Slice], Captured]:
+    """All that a save of this rank consists of: its slices, and its non-tensor state.
+
+    Raises :class:`UsageError` and :class:`StateTypeError` for what cannot be held, before
+    anything is copied.
+    """
+    checked = checked_metrics(metrics)
+    rank_state = {
+        "source": source.rank_state(),
+        "rng": rng.capture(),
+        "stateful": {name: obj.state_dict() for name, obj in stateful.items()},
+    }
+    rank_tree, slices = encode(rank_state, "rank")
+    # Kept by each rank for itself, since scripts put per-rank values there; the manifest has
+    # rank 0's.
+    rank_tree["client_state"], client_slices = encode(client_state, "client_state")
+    slices += client_slices
+    shared_state = {"source": source.shared_state(), "tag": tag}
+    shared_tree, shared_slices = encode(shared_state, "shared")
+    if source.rank == 0:
+        slices += shared_slices
+    slices += source.slices()
+    parts = CommitParts(
+        layout=source.describe(),
+        state_tree=shared_tree,
+        client_state_tree=rank_tree["client_state"],
+        aliases=source.aliases(),
+        metrics=checked,
+        versions=versions(),
+    )
+    return slices, Captured(rank_tree, parts)
 
 
 def encode(value: Any, path: str) -> tuple[Any, list[Slice]]:
@@ -70,3 +121,15 @@ def versions() -> dict[str, str]:
         if version is not None:
             found[name] = str(version)
     return found
+
+
+def checked_stateful(stateful: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Objects to save by name. Raises :class:`UsageError` for one without the two methods."""
+    checked = dict(stateful or {})
+    for name, obj in checked.items():
+        if not isinstance(name, str) or not name:
+            raise UsageError(f"stateful: {name!r} is not a name")
+        for method in ("state_dict", "load_state_dict"):
+            if not callable(getattr(obj, method, None)):
+                raise UsageError(f"stateful[{name!r}] is a {type(obj).__name__} without {method}()")
+    return checked

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sharded_ckpt import capture, reader, retention, rng, thin
+from sharded_ckpt import capture, reader, retention, thin
 from sharded_ckpt.coordinator import Coordinator
 from sharded_ckpt.device import CopyStream
 from sharded_ckpt.engine import select_engine
@@ -31,13 +31,12 @@ from sharded_ckpt.manifest import Manifest
 from sharded_ckpt.opening import open_directory
 from sharded_ckpt.pending import PendingSaves
 from sharded_ckpt.policy import SaveEvery
-from sharded_ckpt.saver import Captured, RankSave, Saver
+from sharded_ckpt.saver import RankSave, Saver
 from sharded_ckpt.schedule import Schedule
 from sharded_ckpt.shard import CHUNK_NBYTES
 from sharded_ckpt.sources.base import Parts, Source
 from sharded_ckpt.sources.select import select_source
 from sharded_ckpt.staging import StagingPool
-from sharded_ckpt.votes import CommitParts
 
 log = logging.getLogger(__name__)
 
@@ -112,7 +111,7 @@ class ShardedCheckpointer:
             )
         if check_snapshot and staging_nbytes is not None:
             raise UsageError("check_snapshot needs the whole shard staged: drop staging_nbytes")
-        self._stateful = _checked_stateful(stateful)
+        self._stateful = capture.checked_stateful(stateful)
         policy = SaveEvery(steps=save_every) if isinstance(save_every, int) else save_every
         self._keep = keep if keep is not None else Keep()
         self._source: Source = select_source(engine_or_model, optimizer, scheduler)
@@ -265,33 +264,10 @@ class ShardedCheckpointer:
         metrics: Mapping[str, float] | None,
         tag: str | None,
     ) -> None:
-        source = self._source
-        source.check_can_save()
+        self._source.check_can_save()
         # Everything that can be refused is refused before a byte is copied.
-        checked = capture.checked_metrics(metrics)
-        rank_state = {
-            "source": source.rank_state(),
-            "rng": rng.capture(),
-            "stateful": {name: obj.state_dict() for name, obj in self._stateful.items()},
-        }
-        rank_tree, slices = capture.encode(rank_state, "rank")
-        client_tree, client_slices = capture.encode(client_state, "client_state")
-        rank_tree["client_state"] = client_tree
-        slices += client_slices
-        shared = {"source": source.shared_state(), "tag": tag}
-        shared_tree, shared_slices = capture.encode(shared, "shared")
-        if source.rank == 0:
-            slices += shared_slices
-        slices += source.slices()
-        parts = CommitParts(
-            layout=source.describe(),
-            state_tree=shared_tree,
-            client_state_tree=client_tree,
-            aliases=source.aliases(),
-            metrics=checked,
-            versions=capture.versions(),
-        )
-        saver.begin(save, slices, Captured(rank_tree, parts))
+        slices, captured = capture.capture(self._source, self._stateful, client_state, metrics, tag)
+        saver.begin(save, slices, captured)
 
     def fence(self) -> None:
         """Returns once everything that was being copied may be changed.
@@ -513,14 +489,3 @@ class ShardedCheckpointer:
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise UsageError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
-
-
-def _checked_stateful(stateful: Mapping[str, Any] | None) -> dict[str, Any]:
-    checked = dict(stateful or {})
-    for name, obj in checked.items():
-        if not isinstance(name, str) or not name:
-            raise UsageError(f"stateful: {name!r} is not a name")
-        for method in ("state_dict", "load_state_dict"):
-            if not callable(getattr(obj, method, None)):
-                raise UsageError(f"stateful[{name!r}] is a {type(obj).__name__} without {method}()")
-    return checked

@@ -8,9 +8,10 @@ non-tensor state is touched.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,7 +34,7 @@ from sharded_ckpt.group import Group
 from sharded_ckpt.handle import LoadResult
 from sharded_ckpt.layout import SetId
 from sharded_ckpt.manifest import Manifest
-from sharded_ckpt.slices import Entry, Slice
+from sharded_ckpt.slices import Entry
 from sharded_ckpt.sources.base import Parts, Source
 from sharded_ckpt.store import LocalStore
 
@@ -132,7 +133,9 @@ class Loader:
             raise _error_from(message)
         if message["directory"] is None:
             log.warning(
-                "no committed step in %s: starting from step 0", self._store.path("") or "."
+                "no committed step in %s: starting from step 0%s",
+                self._store.path(),
+                self._elsewhere(),
             )
             return None
         id = SetId.parse(message["directory"])
@@ -147,6 +150,15 @@ class Loader:
         id, manifest = found
         text = manifest.to_bytes().decode()
         return json.dumps({"directory": id.dirname, "manifest": text}).encode()
+
+    def _elsewhere(self) -> str:
+        """A hint for the path that is one level too high, a common mistake."""
+        below = []
+        for name in self._store.list_dir():
+            with contextlib.suppress(StoreError):
+                if any(SetId.parse(inner) for inner in self._store.list_dir(name)):
+                    below.append(self._store.path(name))
+        return f"; there are steps in {', '.join(below[:3])}" if below else ""
 
     def _agree(self, prefix: str, error: CheckpointError | None) -> CheckpointError | None:
         mine = b"{}" if error is None else _error_to_bytes(error, rank=self._group.rank)
@@ -166,7 +178,8 @@ class Loader:
         self._check_layout(manifest, parts)
         shards = reader.ShardReader(self._store, self._engine, found.id, manifest)
         own = self._source.rank
-        wide = bool(getattr(self._source, "reads_all_shards", False)) or own >= manifest.world_size
+        # Without strictness "not saved" must mean in no shard at all.
+        wide = self._source.reads_all_shards or not parts.strict
         ranks = range(manifest.world_size) if wide else [own]
         try:
             return self._fill(shards, list(ranks), found, parts)
@@ -188,26 +201,38 @@ class Loader:
             missing = [t.entry.name for t in targets if t.entry.name not in saved]
             targets = [t for t in targets if t.entry.name in saved]
         wanted_names = {t.entry.name for t in targets}
+        # Each rank answers for its own shard: other ranks may hold what only they take (experts,
+        # pipeline stages).
         extra = [
             name
-            for name, entry in saved.items()
-            if name not in wanted_names and _belongs(entry, parts)
+            for name, held in shards.holdings([self._source.rank]).items()
+            if name not in wanted_names and _belongs(held[0].entry, parts)
         ]
         if parts.strict and extra and not _only_derived(extra, wanted_names):
             raise StateMismatch(
                 f"step {found.id.step} holds {len(extra)} tensors that nothing here takes: "
                 f"{', '.join(sorted(extra)[:8])}{', ...' if len(extra) > 8 else ''}; "
-                "load(strict=False) leaves them out"
+                "load(strict=False) leaves them out, load(optimizer=False) all optimizer state"
             )
         reads = planning.reads([t.entry for t in targets], holdings, prefer_file=self._source.rank)
-        filled = shards.fill(reads, [t.tensor for t in targets])
-        rank_state = shards.state_tree(self._source.rank, ranks)
+        own_tree = shards.state_tree(self._source.rank, ranks)
+        own_tensor = shards.tensor_of(self._source.rank)
+        rank_state = {} if own_tree is None else tree.decode(own_tree, own_tensor)
+        shared_state = tree.decode(found.manifest.state, shards.tensor_of(0))
+        if "client_state" in rank_state:
+            client_state = rank_state["client_state"]
+        else:
+            client_state = tree.decode(found.manifest.client_state, shards.tensor_of(0))
+        # Everything that can be refused is refused before a live tensor is touched.
+        self._check_stateful(rank_state, found, parts)
+        if hasattr(self._source, "check_saved"):
+            self._source.check_saved(rank_state.get("source", {}), shared_state["source"], parts)
         return _Loaded(
-            targets=targets,
-            nbytes=filled,
+            nbytes=shards.fill(reads, [t.tensor for t in targets]),
+            tensors=len(targets),
             rank_state=rank_state,
-            tensor=shards.tensor_of(self._source.rank),
-            shared_tensor=shards.tensor_of(0),
+            shared_state=shared_state,
+            client_state=client_state,
             missing=missing,
             extra=extra,
         )
@@ -236,17 +261,11 @@ class Loader:
     # -- taking state back -------------------------------------------------------------------
 
     def _apply(self, found: Found, loaded: _Loaded, parts: Parts) -> LoadResult:
-        manifest = found.manifest
-        own = loaded.rank_state
-        shared = tree.decode(manifest.state, loaded.shared_tensor)
-        rank_state = tree.decode(own, loaded.tensor) if own is not None else {}
-        self._source.restore(rank_state.get("source", {}), shared["source"], parts)
+        manifest, rank_state = found.manifest, loaded.rank_state
+        self._source.restore(rank_state.get("source", {}), loaded.shared_state["source"], parts)
         if parts.data:
-            self._restore_stateful(rank_state.get("stateful", {}), found)
-        if "client_state" in rank_state:
-            client_state = rank_state["client_state"]
-        else:
-            client_state = tree.decode(manifest.client_state, loaded.shared_tensor)
+            for name, state in rank_state.get("stateful", {}).items():
+                self._stateful[name].load_state_dict(state)
         # Last of all: everything above may draw random numbers.
         if parts.rng:
             if "rng" in rank_state:
@@ -257,40 +276,41 @@ class Loader:
             "rank %d: loaded step %d: %d tensors, %d bytes",
             self._source.rank,
             found.id.step,
-            len(loaded.targets),
+            loaded.tensors,
             loaded.nbytes,
         )
         return LoadResult(
             step=found.id.step,
-            client_state=client_state,
+            client_state=loaded.client_state,
             metrics=dict(manifest.metrics),
             loaded={
-                "tensors": len(loaded.targets),
+                "tensors": loaded.tensors,
                 "nbytes": loaded.nbytes,
                 "missing": loaded.missing,
                 "extra": loaded.extra,
-                "tag": shared.get("tag"),
+                "tag": loaded.shared_state.get("tag"),
             },
             id=found.id,
         )
 
-    def _restore_stateful(self, saved: Mapping[str, Any], found: Found) -> None:
-        if set(saved) != set(self._stateful):
+    def _check_stateful(self, rank_state: Mapping[str, Any], found: Found, parts: Parts) -> None:
+        saved = rank_state.get("stateful", {})
+        if parts.data and set(saved) != set(self._stateful):
             raise StateMismatch(
                 f"step {found.id.step} holds the state of stateful objects {sorted(saved)}, here "
                 f"are {sorted(self._stateful)}; give the same names, or load(data=False)"
             )
-        for name, state in saved.items():
-            self._stateful[name].load_state_dict(state)
 
 
 @dataclass(slots=True)
 class _Loaded:
-    targets: list[Slice]
+    """What one rank has read: live tensors are filled, everything else is still to be applied."""
+
     nbytes: int
-    rank_state: Any
-    tensor: Callable[[str], Any]
-    shared_tensor: Callable[[str], Any]
+    tensors: int
+    rank_state: dict[str, Any]
+    shared_state: dict[str, Any]
+    client_state: Any
     missing: list[str]
     extra: list[str]
 

@@ -28,6 +28,7 @@ from typing import Any
 
 from sharded_ckpt import dtypes
 from sharded_ckpt import plan as planning
+from sharded_ckpt.capture import Captured
 from sharded_ckpt.checksum import crc32c
 from sharded_ckpt.coordinator import Coordinator
 from sharded_ckpt.engine import Engine
@@ -47,7 +48,7 @@ from sharded_ckpt.shard import ShardPlan, header_template, plan_shard
 from sharded_ckpt.slices import Slice
 from sharded_ckpt.staging import Snapshot, StagingPool
 from sharded_ckpt.store import LocalStore
-from sharded_ckpt.votes import Ballot, CommitParts, Verdict, Vote
+from sharded_ckpt.votes import Ballot, Verdict, Vote
 
 log = logging.getLogger(__name__)
 
@@ -70,14 +71,6 @@ _TRANSITIONS: dict[SaveState, frozenset[SaveState]] = {
     SaveState.COMMITTED: frozenset(),
     SaveState.FAILED: frozenset(),
 }
-
-
-@dataclass(slots=True)
-class Captured:
-    """What the training thread hands over besides the snapshot: plain values only."""
-
-    rank_tree: Any
-    parts: CommitParts
 
 
 @dataclass(slots=True)

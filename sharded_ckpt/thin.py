@@ -19,10 +19,9 @@ from typing import TYPE_CHECKING, TypeVar
 
 from sharded_ckpt import plan, shard, tree
 from sharded_ckpt.errors import CheckpointError, StateMismatch, StoreError, UsageError
-from sharded_ckpt.layout import MANIFEST, SetId, parse_term_file, shard_file
+from sharded_ckpt.layout import MANIFEST, SetId, shard_file
 from sharded_ckpt.manifest import Manifest, ShardRef
 from sharded_ckpt.reader import ShardReader
-from sharded_ckpt.retention_catalog import read_manifest
 from sharded_ckpt.store import LocalStore, StoreUncertain
 
 if TYPE_CHECKING:
@@ -34,45 +33,29 @@ T = TypeVar("T")
 
 KINDS = ("model/", "master/", "buffer/")
 
-# Chunks filled by one read, and slots of the ring: two groups, one written while one is read.
+# Chunks filled by one read: more would read fewer bytes twice, and take more memory.
 _GROUP = 4
-_SLOTS = 2 * _GROUP
 # One chunk waits for one write of a few MiB; past this the device has stopped answering.
 _STALL_S = 300.0
 
 
 @dataclass(frozen=True, slots=True)
 class Thinner:
-    """What ``Retention`` calls for each set to thin: takes the full set's identity."""
+    """What ``Retention`` calls to thin a set: writes the weights of ``full`` as the set ``new``."""
 
     store: LocalStore
     engine: Engine
 
-    def __call__(self, full: SetId) -> SetId:
-        """Raises as :func:`write_weights` does; the full set is still whole then."""
-        manifest = read_manifest(self.store, full)
-        return write_weights(self.store, self.engine, manifest, next_id(self.store, full.step)).id
-
-
-def next_id(store: LocalStore, step: int) -> SetId:
-    """A fresh identity in the newest term, with the serial after the highest there.
-
-    A save that is opened meanwhile may get the same serial. That is no conflict: the random digits
-    keep the directories apart, and a weights-only set ranks where its origin does.
-    """
-    names = store.list_dir()
-    ids = [id for id in map(SetId.parse, names) if id is not None]
-    claimed = [term for term in map(parse_term_file, names) if term is not None]
-    term = max([*claimed, *(id.term for id in ids)])
-    serial = max((id.serial for id in ids if id.term == term), default=0) + 1
-    return SetId.new(step=step, term=term, serial=serial)
+    def __call__(self, full: Manifest, new: SetId) -> Manifest:
+        """Raises as :func:`write_weights` does; the full set is whole in any case."""
+        return write_weights(self.store, self.engine, full, new)
 
 
 def write_weights(store: LocalStore, engine: Engine, full: Manifest, new: SetId) -> Manifest:
     """Commits the weights of ``full`` as the set ``new`` and returns its manifest.
 
-    ``new`` is a fresh identity of the same step, see :func:`next_id`. Peak memory is one ring of
-    32 MiB and one header. Raises :class:`UsageError` for a set that cannot be thinned,
+    ``new`` is a fresh identity of the same step. Peak memory is one ring of 32 MiB and one header.
+    Raises :class:`UsageError` for a set that cannot be thinned,
     :class:`ShardError` where it is damaged, :class:`StoreError` where the new one cannot be
     written; the full set is never touched.
     """
@@ -85,7 +68,7 @@ def write_weights(store: LocalStore, engine: Engine, full: Manifest, new: SetId)
     try:
         # State that the manifest refers to stays whole; what ranks keep for themselves goes.
         kept_state = {*tree.tensor_names(full.state), *tree.tensor_names(full.client_state)}
-        arena = engine.arena(_SLOTS * shard.CHUNK_NBYTES)
+        arena = engine.arena(2 * _GROUP * shard.CHUNK_NBYTES)  # one group is read, one written
         shards: list[ShardRef] = []
         for ref in full.shards:
             # A reader for each shard: headers are not kept for the whole set.
@@ -124,23 +107,28 @@ def _copy_shard(
     header = reader.header(rank)
     entries = [header.entries[name] for name in names]
     entries.sort(key=lambda entry: header.spans[entry.name][0])
-    made = shard.plan_shard(entries)
+    chunk_nbytes = min(header.chunk_nbytes, shard.CHUNK_NBYTES)
+    made = shard.plan_shard(entries, chunk_nbytes)
     template = shard.header_template(
         made, id=new, rank=rank, world_size=header.world_size, state_tree={}
     )
     path = reader.store.path(f"{new.dirname}/{shard_file(rank)}")
     sources = [(0, made.data_nbytes)] if made.data_nbytes else []
-    job = reader.engine.start(arena, sources, chunk_nbytes=made.chunk_nbytes)
+    slots = arena.nbytes // chunk_nbytes
+    group = max(1, min(_GROUP, slots // 2))
+    job = reader.engine.start(arena, sources, chunk_nbytes=chunk_nbytes)
     try:
         job.write_to(path, template.data, template.crc_pos)
-        step = _GROUP * made.chunk_nbytes
-        for start in range(0, made.data_nbytes, step):
-            end = min(start + step, made.data_nbytes)
-            for slot in range(start, end, made.chunk_nbytes):
-                _in_time(job.wait_slot_for, slot, path)
-            address = arena.address + start % (_SLOTS * made.chunk_nbytes)
-            reader.read(_reads(rank, header, made, start, end), [address])
-            job.advance(end)
+        for first in range(0, made.chunk_count, group):
+            chunks = range(first, min(first + group, made.chunk_count))
+            reads: list[plan.Read] = []
+            for chunk in chunks:
+                start = chunk * chunk_nbytes
+                _in_time(job.wait_slot_for, start, path)
+                end = min(start + chunk_nbytes, made.data_nbytes)
+                reads += _reads(rank, header, made, start, end, want=chunk - first)
+            reader.read(reads, [arena.address + chunk % slots * chunk_nbytes for chunk in chunks])
+            job.advance(min(chunks.stop * chunk_nbytes, made.data_nbytes))
         done = _in_time(lambda _, timeout_s: job.wait(timeout_s), 0, path)
         assert done is not None
     except BaseException:
@@ -161,7 +149,7 @@ def _copy_shard(
 
 
 def _reads(
-    rank: int, header: shard.ShardHeader, made: shard.ShardPlan, start: int, end: int
+    rank: int, header: shard.ShardHeader, made: shard.ShardPlan, start: int, end: int, want: int
 ) -> list[plan.Read]:
     """Reads from the old shard that give bytes ``start`` to ``end`` of the new data part."""
     found = []
@@ -169,7 +157,7 @@ def _reads(
         old, old_end = header.spans[entry.name]
         low, high = max(offset, start), min(offset + old_end - old, end)
         if low < high:
-            found.append(plan.Read(rank, old + low - offset, high - low, 0, low - start))
+            found.append(plan.Read(rank, old + low - offset, high - low, want, low - start))
     return found
 
 

@@ -17,11 +17,11 @@ from typing import Any
 
 import numpy as np
 
-DTYPES = {
-    **{"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2", "F8_E4M3": "u1", "F8_E5M2": "u1"},
-    **{"C64": "<c8", "I64": "<i8", "I32": "<i4", "I16": "<i2", "I8": "i1", "BOOL": "?"},
-    **{"U64": "<u8", "U32": "<u4", "U16": "<u2", "U8": "u1"},
-}
+_DTYPES = (
+    "F64=<f8 F32=<f4 F16=<f2 BF16=<u2 F8_E4M3=u1 F8_E5M2=u1 C64=<c8 BOOL=? "
+    "I64=<i8 I32=<i4 I16=<i2 I8=i1 U64=<u8 U32=<u4 U16=<u2 U8=u1"
+)
+DTYPES = dict(pair.split("=") for pair in _DTYPES.split())
 _TABLE = np.arange(256, dtype=np.uint32)
 for _ in range(8):
     _TABLE = (_TABLE >> 1) ^ np.where(_TABLE & 1, np.uint32(0x82F63B78), np.uint32(0))

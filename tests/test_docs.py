@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from sharded_ckpt.layout import SetId
 from tests.test_house import LAYERS, ROOT
 
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -62,7 +63,9 @@ def test_the_quickstart_resumes(tmp_path: Path) -> None:
             timeout=120,
         )
         assert done.returncode == 0, done.stderr
-        assert done.stdout == "committed steps: [15, 20]\n"
+        assert done.stdout == "newest committed step: 20\n"
+    kept = [SetId.parse(path.name) for path in (tmp_path / "runs" / "quickstart").glob("step-*")]
+    assert sorted((id.step, id.term) for id in kept if id) == [(15, 1), (20, 1)]
 
 
 @pytest.mark.parametrize(("info", "text"), blocks("console"))

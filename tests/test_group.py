@@ -216,7 +216,8 @@ import sys
 import torch.distributed as dist
 from sharded_ckpt.group import StoreGroup, group_from_torch
 rank, path = int(sys.argv[1]), sys.argv[2]
-dist.init_process_group("gloo", init_method="tcp://127.0.0.1:" + sys.argv[3], rank=rank, world_size=2)
+address = "tcp://127.0.0.1:" + sys.argv[3]
+dist.init_process_group("gloo", init_method=address, rank=rank, world_size=2)
 seen = []
 for _ in range(2):  # a second checkpointer of one process must not read the first one's keys
     group = group_from_torch("run", 30)

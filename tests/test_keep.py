@@ -58,10 +58,17 @@ def histories(draw, weights=True, pins=True):
             if not weights or form != "weights":
                 found.append(one)
             if weights and form != "full":
-                small = saved(9, 100 * term + serial, step, loss=loss, nbytes=3, content="weights")
-                found.append(
-                    Committed(small.id, 3, small.metrics, False, "weights", (term, serial))
+                small = saved(
+                    9,
+                    100 * term + serial,
+                    step,
+                    loss=loss,
+                    nbytes=3,
+                    pinned=pins and draw(st.integers(0, 6)) == 0,
+                    content="weights",
+                    of=(term, serial),
                 )
+                found.append(small)
     return draw(st.permutations(found))
 
 

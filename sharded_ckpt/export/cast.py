@@ -52,7 +52,8 @@ def bf16_bits(values: np.ndarray[Any, np.dtype[np.float32]]) -> np.ndarray[Any, 
     if nan.any():
         # Rounding could carry a NaN's payload into infinity, or into the sign.
         rounded[nan] = (bits[nan] >> 16) | 0x7FC0
-    return rounded.astype("<u2")
+    narrow: np.ndarray[Any, Any] = rounded.astype("<u2")
+    return narrow
 
 
 def _stored(dtype: str) -> str:
@@ -60,9 +61,10 @@ def _stored(dtype: str) -> str:
 
 
 def _to_float(block: np.ndarray[Any, Any], dtype: str) -> np.ndarray[Any, Any]:
-    if dtype == "BF16":
-        return (block.astype("<u4") << 16).view("<f4")
-    return block
+    if dtype != "BF16":
+        return block
+    widened: np.ndarray[Any, Any] = (block.astype("<u4") << 16).view("<f4")
+    return widened
 
 
 def _from_float(block: np.ndarray[Any, Any], dtype: str) -> np.ndarray[Any, Any]:

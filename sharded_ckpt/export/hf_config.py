@@ -135,5 +135,5 @@ def _ending(tensors: Sequence[Exported], endings: tuple[str, ...]) -> Exported |
 def _digest(view: ModelView, tensor: Exported) -> bytes:
     digest = hashlib.blake2b()
     for piece in view.stream([tensor]):
-        digest.update(piece.data)
+        digest.update(piece.buffer)
     return digest.digest()

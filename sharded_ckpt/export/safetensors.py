@@ -105,7 +105,7 @@ def _write_file(
     with durable_file(path) as file:
         file.write(header_bytes(tensors, {**aliases, "format": "pt"}))
         for piece in view.stream(tensors):
-            file.write(piece.data)
+            file.write(piece.buffer)
             progress(piece.data.nbytes)
 
 

@@ -72,6 +72,11 @@ class Piece:
     end: int
     data: Bytes
 
+    @property
+    def buffer(self) -> memoryview:
+        """``data`` for what takes bytes."""
+        return memoryview(self.data)  # type: ignore[arg-type]
+
 
 @dataclass(frozen=True, slots=True)
 class _Place:

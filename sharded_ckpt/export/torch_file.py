@@ -137,7 +137,7 @@ def _record(
     with archive.open(_info(file, name, tensor.nbytes), "w", force_zip64=big) as record:
         written = 0
         while written < tensor.nbytes:
-            data = next(pieces).data
+            data = next(pieces).buffer
             record.write(data)
             written += data.nbytes
             progress(data.nbytes)

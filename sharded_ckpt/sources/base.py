@@ -39,6 +39,10 @@ class Source(Protocol):
     rank: int
     world_size: int
 
+    @property
+    def reads_all_shards(self) -> bool:
+        """Whether targets lie in other ranks' shards too: replicated tensors are cut over ranks."""
+
     def describe(self) -> State:
         """JSON description of how tensors are cut over ranks. Equal on every rank of one layout."""
 
@@ -56,7 +60,7 @@ class Source(Protocol):
         """Non-tensor state that is equal on all ranks (schedulers, loss scaler, step counters)."""
 
     def aliases(self) -> dict[str, str]:
-        """Tied parameters: every further name of a parameter, mapped to the name it is stored as."""
+        """Tied parameters: every further name of one, mapped to the name it is stored as."""
 
     def check_can_save(self) -> None:
         """Raises ``UsageError`` where saving now would lose state (mid gradient accumulation)."""
@@ -66,6 +70,12 @@ class Source(Protocol):
 
         ``saved`` maps each saved name to one entry of it, for dtype and global shape. Optimizer
         state that does not exist yet is created, with the saved dtype.
+        """
+
+    def check_saved(self, rank_state: State, shared_state: State, parts: Parts) -> None:
+        """Raises ``StateMismatch`` for non-tensor state that :meth:`restore` could not take back.
+
+        Called on every rank before any live tensor is filled.
         """
 
     def restore(self, rank_state: State, shared_state: State, parts: Parts) -> None:

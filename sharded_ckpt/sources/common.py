@@ -36,15 +36,6 @@ def _is_wrapped_child(module: nn.Module | None, child: str) -> bool:
     return child in _WRAPPED_AS or (child == "module" and isinstance(module, _DATA_PARALLEL))
 
 
-def unwrap(module: nn.Module) -> nn.Module:
-    """The model inside ``torch.compile``, DDP and activation checkpointing around its root."""
-    while True:
-        inner = next((c for c in module._modules if _is_wrapped_child(module, c)), None)
-        if inner is None:
-            return module
-        module = module._modules[inner]
-
-
 def walk_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """``(canonical prefix, module)`` of every module, parents first.
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from sharded_ckpt import plan
-from sharded_ckpt.errors import LayoutMismatch
+from sharded_ckpt.errors import LayoutMismatch, StateMismatch, UsageError
 from sharded_ckpt.slices import Entry, Run, Slice
 from sharded_ckpt.sources import common, ds_state
 from sharded_ckpt.sources.base import Parts, State
@@ -61,14 +61,16 @@ class DeepSpeedSource:
     # -- what is there -----------------------------------------------------------------------
 
     def describe(self) -> State:
-        pipeline = getattr(self.engine, "grid", None)
+        parts = None
+        if getattr(self.engine, "grid", None) is not None:
+            parts = [int(first) for first in self.engine.module.parts]
         return {
             "source": self.kind,
             "zero_stage": int(self.engine.zero_optimization_stage()),
             "wrapper": self._wrapper.name,
             "world_size": self.world_size,
             "data_parallel": int(self.engine.dp_world_size),
-            "pipeline_parts": None if pipeline is None else list(self.engine.module.parts),
+            "pipeline_parts": parts,
             "expert_groups": expert_groups(self.engine.module),
         }
 
@@ -155,6 +157,8 @@ class DeepSpeedSource:
     # -- loading -----------------------------------------------------------------------------
 
     def targets(self, saved: Mapping[str, Entry], parts: Parts) -> list[Slice]:
+        # Gradients left over from an unfinished accumulation would go into the next step.
+        ds_state.check_boundary(self.engine)
         model = EngineModel(self.engine)
         flats = self._wrapper.flats(model)
         filling = self._filling = Filling(self._wrapper.inner, saved)
@@ -171,14 +175,30 @@ class DeepSpeedSource:
         return filling.slices
 
     def restore(self, rank_state: State, shared_state: State, parts: Parts) -> None:
+        """See :class:`Source`. What fails on one rank is raised on all of them, none waits."""
+        filling, self._filling = self._filling, None
+        failure: Exception | None = None
         with torch.no_grad():
-            self._restore(rank_state, shared_state, parts)
+            try:
+                self._take(filling, rank_state, shared_state, parts)
+            except Exception as error:
+                failure = error
+            _raise_together(failure, self.rank, self.world_size)
+            if parts.weights:
+                # Collective: the other ranks compute with what this one has just loaded.
+                self._wrapper.gather()
+                self._overridden = None
+            if parts.optimizer:
+                self._wrapper.relink()
+
     # -- parts -------------------------------------------------------------------------------
 
-    def _restore(self, rank_state: State, shared_state: State, parts: Parts) -> None:
-        filling, self._filling = self._filling, None
+    def _take(
+        self, filling: Filling | None, rank_state: State, shared_state: State, parts: Parts
+    ) -> None:
+        """Everything of a load that follows the bytes and needs no other rank."""
         if filling is None:
-            filling = Filling(self._wrapper.inner, {})
+            raise UsageError("restore() without targets(); call targets() and fill them first")
         if filling.opaque and shared_state["layout"] != self.describe():
             raise LayoutMismatch(
                 f"optimizer state {filling.opaque[0]} is not one value for each element, so only "
@@ -187,22 +207,18 @@ class DeepSpeedSource:
             )
         model = EngineModel(self.engine)
         filling.finish()
-        if parts.optimizer:
-            filling.restore_scalars(rank_state["optimizer_scalars"])
-        if parts.optimizer or parts.scheduler:
-            ds_state.restore_groups(self._wrapper, model, rank_state["param_groups"], parts)
-        if parts.data:
-            ds_state.restore_sampler(self.engine, rank_state["data_sampler"])
         ds_state.restore_shared(self.engine, shared_state, parts)
+        if parts.optimizer:
+            filling.restore_scalars(rank_state.get("optimizer_scalars", {}))
+        if parts.optimizer or parts.scheduler:
+            ds_state.restore_groups(self._wrapper, model, rank_state.get("param_groups", []), parts)
+        if parts.data:
+            ds_state.restore_sampler(self.engine, rank_state.get("data_sampler"))
         if parts.weights:
             for flat in self._wrapper.flats(model):
                 if flat.weights is not None:
                     flat.weights.detach().copy_(flat.master.detach())
             filling.override_weights()
-            self._wrapper.gather()
-            self._overridden = None
-        if parts.optimizer:
-            self._wrapper.relink()
 
     def _rest(
         self, model: EngineModel, flats: list[Flat]
@@ -273,10 +289,15 @@ class DeepSpeedSource:
         if not flat.named_after.writes:
             return []
         first = flat.named_after.fqn
-        if not holds and flat.replicas is None:
-            holds = [first]  # a partition that is all padding has a counter too
+        state = self._state(flat)
         found = []
-        for key, tensor in self._state(flat).copies.items():
+        if not holds and flat.replicas is None:
+            # A partition that is all padding: its counters, and which state there is.
+            holds = [first]
+            nothing = Piece(flat.named_after, 0, 0, 0)
+            for key, tensor in state.aligned.items():
+                found.append(_piece_slice(f"optim/{first}/{key}", nothing, tensor))
+        for key, tensor in state.copies.items():
             for fqn in [first] if tensor.ndim else holds:
                 name = f"optim/{fqn}/{key}"
                 found.append(common.copy_slice(name, common.check_tensor(name, tensor)))
@@ -307,6 +328,23 @@ def _piece_slice(
     return common.make_slice(
         name, cut(tensor, piece), piece.param.shape, region, eager=eager, model_dtype=model_dtype
     )
+
+
+def _raise_together(failure: Exception | None, rank: int, world_size: int) -> None:
+    """Raises on every rank if ``failure`` is set on one; the own error where there is one."""
+    text = None if failure is None else f"{type(failure).__name__}: {failure}"
+    failures: list[str | None] = [text]
+    if world_size > 1:
+        failures = [None] * world_size
+        torch.distributed.all_gather_object(failures, text)
+    if failure is not None:
+        raise failure
+    first = next((i for i, f in enumerate(failures) if f is not None), None)
+    if first is not None:
+        raise StateMismatch(
+            f"rank {first} could not take the loaded state back ({failures[first]}), so rank "
+            f"{rank} stops too; the engines are partly loaded: load again, or start afresh"
+        )
 
 
 def _wrap_method(

@@ -2,12 +2,12 @@
 
 Saved tensors go straight into live memory where dtypes agree. Where they do not (a 16-bit frozen
 weight taken from a saved fp32 master), they go through a scratch tensor. Optimizer state that the
-live optimizer has not created yet is created here; what it has and the step has not is cleared.
+live optimizer has not created yet is created; what it has and the step has not is cleared.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -38,6 +38,9 @@ class Filling:
         self._twins: list[tuple[str, torch.Tensor, str, torch.Tensor]] = []
         self._flats: list[Flat] = []
         self._named_scalars: dict[int, set[str]] = {}
+        # Nothing live changes before everything was read: what is new waits here.
+        self._created: dict[tuple[int, str], tuple[torch.Tensor, torch.Tensor]] = {}
+        self._cleared: list[torch.Tensor] = []
 
     # -- before the bytes are read ------------------------------------------------------------
 
@@ -61,8 +64,6 @@ class Filling:
         self._flats.append(flat)
         keys = dict.fromkeys(k for p in flat.params for k in self._states.get(p.fqn, ()))
         state: dict[str, Any] = self._inner.state.get(flat.master, {})
-        if keys and not state:
-            state = self._inner.state[flat.master]
         named = self._named_scalars[id(flat.master)] = set()
         for key in keys:
             holders = [p for p in flat.params if key in self._states.get(p.fqn, ())]
@@ -86,7 +87,11 @@ class Filling:
     # -- after they are ------------------------------------------------------------------------
 
     def finish(self) -> None:
-        """Moves what was read into scratch tensors to where it belongs."""
+        """Installs what was created and moves scratch tensors to where they belong."""
+        for (_, key), (master, tensor) in self._created.items():
+            self._inner.state[master][key] = tensor
+        for live in self._cleared:
+            live.zero_()
         for scratch, live in self._converted:
             live.copy_(scratch)
         for scratch, state, key in self._numbers:
@@ -128,8 +133,8 @@ class Filling:
             if missing:
                 raise StateMismatch(
                     f"optimizer state {sorted(missing)} of {flat.params[0].fqn} is not in the "
-                    f"step, which has {sorted(named | set(saved))}; use the optimizer that was saved, or "
-                    "load(optimizer=False)"
+                    f"step, which has {sorted(named | set(saved))}; use the optimizer that was "
+                    "saved, or load(optimizer=False)"
                 )
 
     # -- one target ----------------------------------------------------------------------------
@@ -153,9 +158,7 @@ class Filling:
     def _add_aligned(self, flat: Flat, state: dict[str, Any], key: str, entry: Entry) -> None:
         live = state.get(key)
         if not isinstance(live, torch.Tensor):
-            live = state[key] = torch.zeros(
-                flat.master.shape, dtype=dtypes.to_torch(entry.dtype), device=flat.master.device
-            )
+            live = self._create(flat, key, flat.master.shape, entry, flat.master.device)
         if live.shape != flat.master.shape:
             raise StateMismatch(
                 f"optimizer state {key!r} of {flat.params[0].fqn} was saved for each element, here "
@@ -166,23 +169,22 @@ class Filling:
             if piece.param.fqn in self._states:
                 self._add_piece(f"optim/{piece.param.fqn}/{key}", piece, live)
             else:  # never stepped where it was saved: what a fresh optimizer starts from
-                cut(live, piece).zero_()
+                self._cleared.append(cut(live, piece))
 
     def _add_scalar(self, flat: Flat, state: dict[str, Any], key: str, entry: Entry) -> None:
         own = [p.param.fqn for p in flat.pieces] or [flat.named_after.fqn]
         own = [fqn for fqn in own if key in self._states.get(fqn, ())] or [
             p.fqn for p in flat.params if key in self._states.get(p.fqn, ())
         ][:1]
-        dtype = dtypes.to_torch(entry.dtype)
+        first = f"optim/{own[0]}/{key}"
+        live = state.get(key)
         if key not in state:
             group = self._inner.param_groups[flat.group]
             on_device = group.get("capturable") or group.get("fused")
             device = flat.master.device if on_device else torch.device("cpu")
-            state[key] = torch.zeros((), dtype=dtype, device=device)
-        first = f"optim/{own[0]}/{key}"
-        live = state[key]
-        if not isinstance(live, torch.Tensor):
-            live = torch.zeros((), dtype=dtype)
+            live = self._create(flat, key, (), entry, device)
+        elif not isinstance(live, torch.Tensor):
+            live = torch.zeros((), dtype=dtypes.to_torch(entry.dtype))
             self._numbers.append((live, state, key))
         self._add_copy(first, live)
         for fqn in own[1:]:
@@ -191,13 +193,19 @@ class Filling:
             self._twins.append((first, live, f"optim/{fqn}/{key}", twin))
 
     def _add_opaque(self, flat: Flat, state: dict[str, Any], key: str, entry: Entry) -> None:
-        if key not in state:
-            state[key] = torch.zeros(
-                entry.shape, dtype=dtypes.to_torch(entry.dtype), device=flat.master.device
-            )
+        live = state.get(key)
+        if not isinstance(live, torch.Tensor):
+            live = self._create(flat, key, entry.shape, entry, flat.master.device)
         name = f"optim/{flat.named_after.fqn}/{key}"
         self.opaque.append(name)
-        self._add_copy(name, state[key])
+        self._add_copy(name, live)
+
+    def _create(
+        self, flat: Flat, key: str, shape: Sequence[int], entry: Entry, device: torch.device
+    ) -> torch.Tensor:
+        tensor = torch.zeros(tuple(shape), dtype=dtypes.to_torch(entry.dtype), device=device)
+        self._created[id(flat.master), key] = (flat.master, tensor)
+        return tensor
 
     def _add_piece(
         self, name: str, piece: Piece, tensor: torch.Tensor, *, cut_already: bool = False

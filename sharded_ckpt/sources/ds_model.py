@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from sharded_ckpt.errors import UsageError
 from sharded_ckpt.slices import Shape
 from sharded_ckpt.sources import common
 
@@ -60,8 +61,14 @@ class EngineModel:
         self._replicas: dict[str, Replicas] = {}
 
     def of(self, tensor: torch.Tensor) -> Param:
-        """The parameter that the optimizer knows as ``tensor``."""
-        return self._by_id[id(tensor)]
+        """The parameter that the optimizer knows as ``tensor``. Raises :class:`UsageError`."""
+        found = self._by_id.get(id(tensor))
+        if found is None:
+            raise UsageError(
+                f"the optimizer trains a parameter of shape {list(tensor.shape)} that is not in "
+                "engine.module, so it has no name; register it in the module"
+            )
+        return found
 
     def all_of(self, tensors: Sequence[torch.Tensor]) -> list[Param]:
         return [self.of(t) for t in tensors]

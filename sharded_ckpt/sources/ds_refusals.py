@@ -181,6 +181,6 @@ def unknown_wrapper(optimizer: Any) -> UnsupportedError:
     kind = type(optimizer)
     return UnsupportedError(
         f"optimizer wrapper {kind.__module__}.{kind.__qualname__} is not known here; known: "
-        "ZeRO-1/2, ZeRO-3, BF16_Optimizer, FP16_Optimizer, FP16_UnfusedOptimizer and torch optimizers; use "
-        "one of the DeepSpeed configs listed in docs/deepspeed.md"
+        "ZeRO-1/2, ZeRO-3, BF16_Optimizer, FP16_Optimizer, FP16_UnfusedOptimizer and torch "
+        "optimizers; use one of the DeepSpeed configs listed in docs/deepspeed.md"
     )

@@ -7,9 +7,8 @@ written back into the live objects, since schedulers and wrappers hold reference
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
-
 
 from sharded_ckpt.errors import StateMismatch, UsageError
 from sharded_ckpt.sources import common
@@ -42,31 +41,33 @@ def capture_shared(engine: Any) -> State:
     return {
         "counters": {k: getattr(engine, k) for k in _COUNTERS if hasattr(engine, k)},
         "flags": _simple(engine.optimizer, _FLAGS),
-        "loss_scalers": {k: _simple(scaler) for k, scaler in _scalers(engine).items()},
-        "grad_scalers": {k: s.state_dict() for k, s in _grad_scalers(engine).items()},
+        "loss_scaler": None if _scaler(engine) is None else _simple(_scaler(engine)),
+        "grad_scaler": _state_dict(_grad_scaler(engine)),
         "lr_scheduler": _state_dict(engine.lr_scheduler),
+        # Some schedulers leave out of their state what get_last_lr() returns.
+        "last_lr": copy.deepcopy(getattr(engine.lr_scheduler, "_last_lr", None)),
         "random_ltd": _state_dict(_random_ltd(engine)),
     }
 
 
 def restore_shared(engine: Any, saved: State, parts: Parts) -> None:
-    """Writes back what :func:`capture_shared` gave. Raises :class:`StateMismatch`."""
+    """Writes back what :func:`capture_shared` gave. Raises :class:`StateMismatch`.
+
+    Counters belong to the scheduler (both say how far training is), loss scalers to the optimizer.
+    """
     if parts.scheduler:
         for key, value in saved["counters"].items():
             setattr(engine, key, value)
-        _load_state_dict("lr_scheduler", engine.lr_scheduler, saved["lr_scheduler"])
+        _load_state_dict("the lr_scheduler", engine.lr_scheduler, saved["lr_scheduler"])
+        if saved["last_lr"] is not None and hasattr(engine.lr_scheduler, "_last_lr"):
+            engine.lr_scheduler._last_lr = list(saved["last_lr"])
     if parts.data:
-        _load_state_dict("random_ltd_scheduler", _random_ltd(engine), saved["random_ltd"])
+        _load_state_dict("the random_ltd scheduler", _random_ltd(engine), saved["random_ltd"])
     if parts.optimizer:
         for key, value in saved["flags"].items():
             setattr(engine.optimizer, key, value)
-        _match("loss scalers", _scalers(engine), saved["loss_scalers"])
-        for key, scaler in _scalers(engine).items():
-            for name, value in saved["loss_scalers"][key].items():
-                setattr(scaler, name, value)
-        _match("gradient scalers", _grad_scalers(engine), saved["grad_scalers"])
-        for key, scaler in _grad_scalers(engine).items():
-            scaler.load_state_dict(saved["grad_scalers"][key])
+        _restore_scaler(_scaler(engine), saved["loss_scaler"], parts)
+        _load_state_dict("the gradient scaler", _grad_scaler(engine), saved["grad_scaler"])
 
 
 def _simple(obj: Any, names: Sequence[str] | None = None) -> State:
@@ -76,19 +77,32 @@ def _simple(obj: Any, names: Sequence[str] | None = None) -> State:
     return {n: fields[n] for n in wanted if type(fields[n]) in _SIMPLE}
 
 
-def _scalers(engine: Any) -> dict[str, Any]:
-    found = {k: vars(engine.optimizer).get(k) for k in _SCALERS}
-    return {k: scaler for k, scaler in found.items() if scaler is not None}
+def _scaler(engine: Any) -> Any:
+    found = (vars(engine.optimizer).get(key) for key in _SCALERS)
+    return next((scaler for scaler in found if scaler is not None), None)
 
 
-def _grad_scalers(engine: Any) -> dict[str, Any]:
-    found = {}
-    for holder in (engine, engine.optimizer):
-        for key in _GRAD_SCALERS:
-            scaler = vars(holder).get(key)
-            if scaler is not None:
-                found[key] = scaler
-    return found
+def _restore_scaler(scaler: Any, saved: State | None, parts: Parts) -> None:
+    """Fields that both have: stages keep the same scale in objects of different classes."""
+    live = {} if scaler is None else vars(scaler)
+    dynamic, was_dynamic = (
+        any(bool(fields.get(key)) for key in ("dynamic", "dynamic_loss_scale"))
+        for fields in (live, saved or {})
+    )
+    if dynamic != was_dynamic and parts.strict:
+        raise StateMismatch(
+            f"dynamic loss scaling is {'on' if dynamic else 'off'} here and was "
+            f"{'on' if was_dynamic else 'off'} in the step; use the precision that was saved, or "
+            "load(strict=False)"
+        )
+    for key, value in (saved or {}).items():
+        if key in live and dynamic == was_dynamic:
+            setattr(scaler, key, value)
+
+
+def _grad_scaler(engine: Any) -> Any:
+    found = (vars(h).get(k) for h in (engine, engine.optimizer) for k in _GRAD_SCALERS)
+    return next((scaler for scaler in found if scaler is not None), None)
 
 
 def _random_ltd(engine: Any) -> Any:
@@ -104,19 +118,11 @@ def _load_state_dict(what: str, obj: Any, saved: Any) -> None:
     if (obj is None) != (saved is None):
         here, there = ("none", "one") if obj is None else ("one", "none")
         raise StateMismatch(
-            f"the engine has {here} for {what}, the step has {there}; give deepspeed.initialize "
-            "what was saved, or load(scheduler=False, data=False)"
+            f"{what}: the engine has {here}, the step has {there}; give deepspeed.initialize what "
+            "was saved, or leave this part out: load(scheduler=False), optimizer=False, data=False"
         )
     if obj is not None:
         obj.load_state_dict(copy.deepcopy(saved))
-
-
-def _match(what: str, live: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-    if live.keys() != saved.keys():
-        raise StateMismatch(
-            f"{what} of the engine are {sorted(live)}, of the step {sorted(saved)}; use the "
-            "precision that was saved, or load(optimizer=False)"
-        )
 
 
 # --- each rank's own ---------------------------------------------------------------------------
@@ -208,14 +214,20 @@ def restore_sampler(engine: Any, saved: State | None) -> None:
 
 
 def check_boundary(engine: Any) -> None:
-    """Raises :class:`UsageError` in the middle of a gradient accumulation."""
+    """Raises :class:`UsageError` where part of the state is not where it belongs."""
+    away = getattr(engine.optimizer, "offloaded_states", None)
+    if away:
+        raise UsageError(
+            f"engine.offload_states() has moved {sorted(str(s) for s in away)} away; call "
+            "engine.reload_states() before save() and load()"
+        )
     managed = getattr(engine, "managed_gradient_accumulation", None)
     if managed is not None and not managed():
         pending = int(getattr(engine, "_unmanaged_backward_count", 0))
         if pending:
             raise UsageError(
                 f"{pending} backward passes have not been stepped yet, and their gradients are not "
-                "part of a checkpoint; call save() after engine.step()"
+                "part of a checkpoint; call save() or load() after engine.step()"
             )
         return
     every = int(engine.gradient_accumulation_steps())
@@ -224,5 +236,5 @@ def check_boundary(engine: Any) -> None:
         raise UsageError(
             f"{done} of {every} micro-batches of a gradient accumulation are done (micro step "
             f"{engine.micro_steps}), and their gradients are not part of a checkpoint; call save() "
-            f"after {every - done} more engine.step()"
+            f"or load() after {every - done} more engine.step()"
         )

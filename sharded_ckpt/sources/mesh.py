@@ -44,7 +44,7 @@ def local_box(
     """
     size, offset = list(shape), [0] * len(shape)
     strided = [i for i, p in enumerate(placements) if isinstance(p, _StridedShard)]
-    order = [i for i in range(len(placements)) if i not in strided] + strided[::-1]
+    order = [i for i in range(len(placements)) if i not in strided] + strided
     for i in order:
         placement = placements[i]
         if isinstance(placement, Replicate):

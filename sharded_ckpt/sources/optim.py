@@ -15,8 +15,13 @@ from sharded_ckpt.sources import common, mesh
 from sharded_ckpt.sources.base import State
 from sharded_ckpt.sources.bound import Bound, Piece, local_of
 
-# Their state differs between ranks in a way of their own.
-_REFUSED = ("ZeroRedundancyOptimizer", "PostLocalSGDOptimizer")
+# Refused when they are given, rather than at the first save after hours of training.
+_REFUSED = {
+    "ZeroRedundancyOptimizer": "each rank has the state of other parameters",
+    "PostLocalSGDOptimizer": "each rank averages on its own",
+    "LBFGS": "its history is in lists that belong to no single parameter",
+}
+_REFUSED_MODULES = {"torchao": "its state is in quantised tensor subclasses"}
 
 
 class OptimizerState:
@@ -38,12 +43,14 @@ class OptimizerState:
                 f"optimizer is a {type(optimizer).__name__}, expected a torch.optim.Optimizer; "
                 "pass the one inside the wrapper (often wrapper.optimizer)"
             )
-        refused = {c.__name__ for c in type(optimizer).__mro__} & set(_REFUSED)
-        if refused:
-            raise UnsupportedError(
-                f"{', '.join(refused)} keeps other state on each rank, which cannot be captured "
-                "exactly; use fully_shard, or a plain torch optimizer"
-            )
+        for kind in type(optimizer).__mro__:
+            reason = _REFUSED.get(kind.__name__)
+            reason = reason or _REFUSED_MODULES.get(kind.__module__.partition(".")[0])
+            if reason:
+                raise UnsupportedError(
+                    f"optimizer {kind.__name__} cannot be captured exactly: {reason}; use one "
+                    "whose state is plain tensors, such as AdamW (sharded by fully_shard)"
+                )
         self.optimizer = optimizer
         self._created: dict[str, dict[str, Any]] = {}
 

@@ -1,0 +1,539 @@
+"""retention: what is deleted, when, and above all what is not."""
+
+from __future__ import annotations
+
+import errno
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from sharded_ckpt import layout, retention, terms
+from sharded_ckpt.errors import ManifestError, StepNotFound, StoreError, Superseded, UsageError
+from sharded_ckpt.keep import Keep
+from sharded_ckpt.layout import MANIFEST, PIN, SetId, shard_file
+from sharded_ckpt.manifest import Manifest
+from sharded_ckpt.retention import (
+    best_step,
+    committed_sets,
+    delete,
+    gc_orphans,
+    is_pinned,
+    pin,
+    readable_sets,
+    remove_leftover,
+    uncommit,
+    unpin,
+)
+from sharded_ckpt.store import LocalStore
+from tests.job import Job, offered, parts
+
+
+def saved(tmp_path: Path, *steps: int, keep: Keep | None = None, **options) -> Job:
+    job = Job(tmp_path, 2, keep=keep, **options)
+    for step in steps:
+        save(job, step)
+    return job
+
+
+def save(job: Job, step: int, **metrics: float) -> SetId:
+    results = job.save(step, parts_=parts(metrics=metrics))
+    assert [r.outcome.value for r in results] == ["committed"] * 2, results[0].message
+    return [id for id, _ in committed_sets(job.store) if id.step == step][-1]
+
+
+def step_dirs(store: LocalStore) -> list[str]:
+    return [name for name in store.list_dir() if layout.parse_term_file(name) is None]
+
+
+class RecordingStore(LocalStore):
+    fault = staticmethod(lambda operation, path: None)
+
+    def __init__(self, root, **options) -> None:
+        self.effects: list[tuple[str, str]] = []
+        super().__init__(root, **options)
+
+    def _effect(self, operation, path, call):
+        self.effects.append((operation, os.path.relpath(path, self.root)))
+        error = self.fault(operation, path)
+        if error is not None:
+            raise StoreError(operation, path, error)
+        return super()._effect(operation, path, call)
+
+
+# ---- the policy, applied
+
+
+def test_p6_last_and_best_are_kept_and_the_rest_goes(tmp_path: Path) -> None:
+    job = Job(tmp_path, 2, keep=Keep(last=2, best=1, metric="loss"))
+    for step, loss in ((1, 5.0), (2, 1.0), (3, 4.0), (4, 3.0), (5, 2.0)):
+        save(job, step, loss=loss)
+    assert offered(job.store) == [2, 4, 5]
+    assert len(step_dirs(job.store)) == 3
+    assert [e.step for e in job.events if e.kind == "retired"] == [1, 3]
+    assert best_step(readable_sets(job.store), "loss", "min") == 2
+    assert best_step(readable_sets(job.store), "loss", "max") == 4
+    assert best_step(readable_sets(job.store), "absent", "max") is None
+
+
+def test_keep_keeps_everything(tmp_path: Path) -> None:
+    assert offered(saved(tmp_path, 1, 2, 3).store) == [1, 2, 3]
+
+
+def test_p6_the_manifest_goes_first_and_durably(tmp_path: Path) -> None:
+    store = RecordingStore(tmp_path)
+    job = Job(tmp_path, 2, store=store)
+    id = save(job, 1)
+    store.effects.clear()
+    (manifest,) = (m for _, m in committed_sets(store))
+    uncommit(store, manifest)
+    d = id.dirname
+    assert store.effects == [
+        ("unlink", f"{d}/{MANIFEST}"),
+        ("fsync", d),
+        ("unlink", f"{d}/{shard_file(0)}"),
+        ("unlink", f"{d}/{shard_file(1)}"),
+        ("fsync", d),
+        ("rmdir", d),
+        ("fsync", "."),
+    ]
+
+
+@pytest.mark.parametrize("operation", ["unlink", "fsync"])
+def test_p6_shards_stay_when_the_manifest_does_not_go(tmp_path: Path, operation: str) -> None:
+    store = RecordingStore(tmp_path)
+    job = Job(tmp_path, 2, store=store, keep=Keep(last=1))
+    old = save(job, 1)
+
+    def fault(op: str, path: str):
+        about = path.endswith(MANIFEST) if op == "unlink" else path.endswith(old.dirname)
+        return errno.EIO if op == operation and about else None
+
+    store.fault = fault
+    save(job, 2)  # the failed deletion is not a failed save
+    assert store.list_dir(old.dirname)[-2:] == [shard_file(0), shard_file(1)]
+    assert [e.step for e in job.events if e.kind == "retired"] == []
+
+
+def test_p6_sets_of_higher_terms_are_not_touched(tmp_path: Path) -> None:
+    old = saved(tmp_path, 1, keep=Keep(last=1))
+    new = saved(tmp_path, 2)
+    os.unlink(new.store.path(layout.term_file(new.term)))  # even if its claim were not seen
+    save(old, 3)
+    assert offered(old.store) == [3, 2]
+
+
+def test_p6_a_superseded_job_deletes_nothing(tmp_path: Path) -> None:
+    job = saved(tmp_path, 1, 2)
+    job.retention._keep = Keep(last=1)
+    newest = committed_sets(job.store)[-1][0]
+    terms.claim_term(job.store, "newer")
+    with pytest.raises(Superseded):
+        job.retention.run(newest, {}, lambda: 9)
+    assert offered(job.store) == [1, 2]
+
+
+def test_p6_nothing_is_deleted_for_a_commit_that_is_not_there(tmp_path: Path, caplog) -> None:
+    job = saved(tmp_path, 1, 2, 3)
+    job.retention._keep = Keep(last=1)
+    assert job.retention.run(SetId(1, 9, 9, "00000000"), {}, lambda: 9) == set()
+    assert "has gone since its commit" in caplog.text
+    assert offered(job.store) == [1, 2, 3]
+
+
+def test_only_what_ranks_below_the_new_commit_goes(tmp_path: Path) -> None:
+    job = saved(tmp_path, 1, 2, 3, 4)
+    job.retention._keep = Keep(last=1)
+    second = committed_sets(job.store)[1][0]
+    job.retention.run(second, {}, lambda: 9)
+    assert offered(job.store) == [2, 3, 4]
+
+
+def test_p6_weights_that_a_newer_job_made_of_an_old_set_are_not_touched(tmp_path: Path) -> None:
+    job = saved(tmp_path, 1, 2)
+    old = committed_sets(job.store)[0][1]
+    theirs = SetId(job.term + 1, 1, 1, "00000000")
+    job.store.make_dir(theirs.dirname)
+    shards = tuple(replace(s, directory=theirs.dirname) for s in old.shards)
+    weights = replace(old, id=theirs, content="weights", origin=old.id, shards=shards)
+    job.store.publish(f"{theirs.dirname}/{MANIFEST}", weights.to_bytes())
+    job.retention._keep = Keep(last=1)
+    save(job, 3)
+    assert [id.step for id, _ in committed_sets(job.store)] == [3, 1]
+
+
+def test_p6_a_failed_save_deletes_nothing(tmp_path: Path) -> None:
+    job = saved(tmp_path, 1, keep=Keep(last=1))
+    results = job.save(2, per_rank={1: {"fail": StoreError("write", "f", errno.ENOSPC)}})
+    assert results[0].outcome.value == "aborted"
+    assert offered(job.store) == [1]
+
+
+# ---- what other people put there
+
+
+def test_names_that_are_not_ours_stay(tmp_path: Path) -> None:
+    job = saved(tmp_path, 1)
+    root = Path(job.store.root)
+    foreign = ["latest", "global_step1", "step-1", "step-00000001-t0001-0001-XXXXXXXX"]
+    foreign.append("trash-step-00000001")
+    for name in foreign:
+        (root / name).mkdir()
+        (root / name / MANIFEST).write_text("{}")
+    (root / "notes.txt").write_text("mine")
+    first = committed_sets(job.store)[0][0]
+    (root / first.dirname / "notes.txt").write_text("mine too")
+    after = saved(tmp_path, 2, keep=Keep(last=1))
+    assert offered(after.store) == [2]
+    (trash,) = (n for n in after.store.list_dir() if layout.parse_trash_name(n) == first)
+    assert after.store.list_dir(trash) == ["notes.txt"]
+    for name in [*foreign, "notes.txt"]:
+        assert (root / name).exists()
+
+
+def test_field_case_b239_linked_step_directories_are_passed_over(tmp_path: Path, caplog) -> None:
+    job = saved(tmp_path / "run", 1, keep=Keep(last=1))
+    elsewhere = saved(tmp_path / "elsewhere", 7).store
+    linked = committed_sets(elsewhere)[0][0]
+    root = Path(job.store.root)
+    os.symlink(elsewhere.path(linked.dirname), root / linked.dirname)
+    loop = SetId(1, 8, 8, "00000000").dirname
+    os.symlink(loop, root / loop)
+    orphan = SetId(0, 1, 9, "00000000").dirname
+    os.symlink(elsewhere.root, root / orphan)
+    save(job, 2)
+    assert offered(job.store) == [2]
+    assert "got a link" in caplog.text
+    assert offered(elsewhere) == [7]
+    assert all(os.path.islink(root / name) for name in (linked.dirname, loop, orphan))
+
+
+def test_field_case_b214_files_deleted_by_hand_cost_a_warning(tmp_path: Path, caplog) -> None:
+    job = saved(tmp_path, 1, 2, 3)
+    first, second, _ = (id for id, _ in committed_sets(job.store))
+    job.store.unlink(f"{first.dirname}/{shard_file(1)}")
+    os.rename(job.store.path(second.dirname), tmp_path / "renamed-by-hand")
+    job.retention._keep = Keep(last=1)
+    save(job, 4)
+    assert "1 files were gone already, rank-00001.safetensors first" in caplog.text
+    assert offered(job.store) == [4]
+    assert (tmp_path / "renamed-by-hand" / MANIFEST).exists()
+
+
+def test_a_manifest_that_is_gone_already_leaves_the_rest_alone(tmp_path: Path, caplog) -> None:
+    job = saved(tmp_path, 1)
+    ((id, manifest),) = committed_sets(job.store)
+    job.store.unlink(f"{id.dirname}/{MANIFEST}")
+    uncommit(job.store, manifest)
+    assert "is gone already" in caplog.text
+    assert job.store.list_dir(id.dirname) == [shard_file(0), shard_file(1)]
+
+
+def test_p8_a_manifest_cannot_have_other_files_deleted(tmp_path: Path) -> None:
+    job = saved(tmp_path, 1, 2)
+    (first, manifest), (second, _) = committed_sets(job.store)
+    theirs = replace(manifest.shards[0], directory=second.dirname)
+    odd = replace(manifest.shards[1], file="../../victim")
+    (tmp_path.parent / "victim").write_text("precious")
+    uncommit(job.store, replace(manifest, shards=(theirs, odd)))
+    assert offered(job.store) == [2]
+    assert (tmp_path.parent / "victim").exists()
+    assert job.store.list_dir(first.dirname) == [shard_file(0), shard_file(1)]
+
+
+# ---- damage
+
+
+@pytest.mark.parametrize("damage", ["cut", "flip", "huge", "link", "moved"])
+def test_damaged_sets_are_reported_never_offered_never_deleted(
+    tmp_path: Path, damage: str, caplog
+) -> None:
+    job = saved(tmp_path, 1, 2, 3)
+    (first, _), (second, _), _ = committed_sets(job.store)
+    path = Path(job.store.path(f"{first.dirname}/{MANIFEST}"))
+    data = path.read_bytes()
+    if damage == "cut":
+        path.write_bytes(data[:-20])
+    elif damage == "flip":
+        path.write_bytes(data.replace(b'"step": 1', b'"step": 7'))
+    elif damage == "huge":
+        os.truncate(path, 65 << 20)
+    elif damage == "moved":
+        path.write_bytes(Path(job.store.path(f"{second.dirname}/{MANIFEST}")).read_bytes())
+    else:
+        path.rename(tmp_path / "aside")
+        path.symlink_to(tmp_path / "aside")
+    found = dict(committed_sets(job.store))
+    assert isinstance(found[first], StoreError if damage == "link" else ManifestError)
+    assert first.dirname in str(found[first])
+    assert [c.id.step for c in readable_sets(job.store)] == [2, 3]
+
+    after = saved(tmp_path, 4, keep=Keep(last=1))
+    assert first.dirname in step_dirs(after.store)
+    assert shard_file(0) in after.store.list_dir(first.dirname)
+    assert "is kept, its manifest" in caplog.text
+
+
+# ---- pins
+
+
+def test_pinned_sets_stay_until_unpinned(tmp_path: Path) -> None:
+    job = saved(tmp_path, 1, 2, keep=Keep(last=1))
+    id = committed_sets(job.store)[0][0]
+    pin(job.store, id, "paper")
+    pin(job.store, id, "again")
+    assert is_pinned(job.store, id)
+    save(job, 3)
+    assert offered(job.store) == [2, 3]
+    unpin(job.store, id)
+    unpin(job.store, id)
+    save(job, 4)
+    assert offered(job.store) == [4]
+
+
+def test_a_pinned_set_cannot_be_deleted(tmp_path: Path) -> None:
+    job = saved(tmp_path, 1, 2)
+    (first, manifest), _ = committed_sets(job.store)
+    pin(job.store, first)
+    with pytest.raises(UsageError, match="is pinned; unpin it first"):
+        uncommit(job.store, manifest)
+    with pytest.raises(UsageError, match="is pinned"):
+        delete(job.store, first)
+    assert offered(job.store) == [1, 2]
+
+
+def test_a_pin_set_while_deletion_begins_wins_or_is_refused(tmp_path: Path) -> None:
+    store = RecordingStore(tmp_path)
+    job = Job(tmp_path, 2, store=store)
+    id = save(job, 1)
+    (manifest,) = (m for _, m in committed_sets(store))
+    pinned = []
+
+    def pin_at_the_unlink(operation: str, path: str):
+        if operation == "unlink" and path.endswith(MANIFEST) and not pinned:
+            pinned.append(id)
+            pin(LocalStore(tmp_path), id)
+        return None
+
+    store.fault = pin_at_the_unlink
+    with pytest.raises(UsageError, match="is pinned"):
+        uncommit(store, manifest)
+    assert pinned and offered(store) == [1]
+
+
+def test_what_is_not_committed_cannot_be_pinned(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    id = SetId(1, 1, 1, "00000000")
+    with pytest.raises(StepNotFound):
+        pin(store, id)
+    store.make_dir(id.dirname)
+    with pytest.raises(StepNotFound, match="not committed"):
+        pin(store, id)
+    assert store.list_dir(id.dirname) == []
+
+
+def test_delete_refuses_the_newest(tmp_path: Path) -> None:
+    job = saved(tmp_path, 1, 2)
+    (first, _), (second, _) = committed_sets(job.store)
+    with pytest.raises(UsageError, match="step 2 is the newest"):
+        delete(job.store, second)
+    delete(job.store, first)
+    assert offered(job.store) == [2]
+
+
+# ---- weights only
+
+
+def test_p6_a_full_set_goes_only_for_a_weights_only_set_of_it(tmp_path: Path) -> None:
+    made: list[SetId] = []
+
+    def thin(full: Manifest, new: SetId) -> Manifest:
+        assert full.content == "full" and new.step == full.id.step
+        if full.id.step == 2:
+            raise StoreError("write", "x", errno.ENOSPC)
+        store = LocalStore(tmp_path)
+        store.make_dir(new.dirname)
+        made.append(new)
+        shards = tuple(replace(s, directory=new.dirname) for s in full.shards)
+        for shard in full.shards:
+            data = store.read(shard.path, 1 << 20)
+            store.create_exclusive(f"{new.dirname}/{shard.file}", data)
+        weights = replace(full, id=new, content="weights", origin=full.id, shards=shards)
+        if full.id.step != 3:  # 3 claims to be done and is not
+            store.publish(f"{new.dirname}/{MANIFEST}", weights.to_bytes())
+        return weights
+
+    job = saved(tmp_path, 1, 2, 3, 4, keep=Keep(weights_only_after=1), thin=thin)
+    found = {(m.id.step, m.content) for _, m in committed_sets(job.store)}
+    assert found == {(1, "weights"), (2, "full"), (3, "full"), (4, "full")}
+    assert len({id.serial for id in made}) == len(made)
+    assert not {id.serial for id in made} & {
+        id.serial for id, m in committed_sets(job.store) if m.content == "full"
+    }
+
+
+def test_without_a_thinner_full_sets_stay_full(tmp_path: Path, caplog) -> None:
+    job = saved(tmp_path, 1, 2, keep=Keep(weights_only_after=1))
+    assert offered(job.store) == [1, 2]
+    assert "stay full" in caplog.text
+
+
+# ---- attempts that were not committed
+
+
+def orphan(store: LocalStore, term: int, *names: str, trash: bool = False) -> str:
+    id = SetId.new(step=5, term=term, serial=77)
+    name = layout.trash_name(id.dirname) if trash else id.dirname
+    store.make_dir(name)
+    for file in names:
+        store.create_exclusive(f"{name}/{file}", b"half")
+    return name
+
+
+def test_orphans_of_lower_terms_go_after_a_commit_and_not_before(tmp_path: Path) -> None:
+    Job(tmp_path, 2)
+    job = Job(tmp_path, 2)
+    names = [
+        orphan(job.store, 1),
+        orphan(job.store, 1, shard_file(0), shard_file(1), layout.temp_name()),
+        orphan(job.store, 1, shard_file(0), trash=True),
+    ]
+    job.save(1, per_rank={0: {"fail": StoreError("write", "f", errno.EIO)}})
+    assert set(names) <= set(step_dirs(job.store))
+    save(job, 2)
+    assert not set(names) & set(step_dirs(job.store))
+    assert len(step_dirs(job.store)) == 1
+
+
+def test_orphans_of_our_own_and_higher_terms_are_not_touched(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    names = [orphan(store, 3, shard_file(0)), orphan(store, 4), orphan(store, 3, trash=True)]
+    assert gc_orphans(store, 3) == []
+    assert step_dirs(store) == sorted(names)
+
+
+def test_files_of_others_in_an_orphan_stay(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    orphan(store, 1, shard_file(0), "notes.txt")
+    assert gc_orphans(store, 2) == []
+    (name,) = step_dirs(store)
+    assert layout.parse_trash_name(name) and store.list_dir(name) == ["notes.txt"]
+
+
+def test_p6_an_orphan_that_is_committed_while_it_is_moved_is_put_back(tmp_path: Path) -> None:
+    """A job of a lower term still runs, and publishes just before the directory is moved."""
+    slow = Job(tmp_path, 1)
+    id = slow.coordinator.open_attempt(5, n=1)
+    vote = slow.vote(id, 0)
+    slow.groups[0].publish(vote.key, vote.to_bytes())
+    store = RecordingStore(tmp_path)
+    store.fault = lambda operation, path: (
+        slow.coordinator.decide(n=1, step=5, id=id, parts=parts()) and None
+        if operation == "rename" and not offered(slow.store)
+        else None
+    )
+    assert gc_orphans(store, 2) == []
+    assert offered(store) == [5]
+
+
+def test_p6_trash_that_holds_a_manifest_is_put_back(tmp_path: Path) -> None:
+    """gc was killed between moving an orphan away and looking at it again."""
+    job = saved(tmp_path, 1)
+    id = committed_sets(job.store)[0][0]
+    job.store.rename_dir(id.dirname, layout.trash_name(id.dirname))
+    assert offered(job.store) == []
+    assert gc_orphans(job.store, 2) == []
+    assert offered(job.store) == [1]
+
+
+def test_p6_a_job_whose_attempt_was_moved_away_cannot_commit_it(tmp_path: Path) -> None:
+    slow = Job(tmp_path, 1)
+    id = slow.coordinator.open_attempt(5, n=1)
+    vote = slow.vote(id, 0)
+    slow.groups[0].publish(vote.key, vote.to_bytes())
+    assert gc_orphans(slow.store, 2) == [id]
+    verdict = slow.coordinator.decide(n=1, step=5, id=id, parts=parts())
+    assert verdict.outcome.value == "aborted"
+    assert step_dirs(slow.store) == []
+
+
+def test_own_failed_attempts_go_once_every_rank_is_through(tmp_path: Path) -> None:
+    job = Job(tmp_path, 2)
+    failing = {1: {"fail": StoreError("write", "f", errno.EIO)}}
+    job.save(1, per_rank=failing)
+    job.save(2, per_rank={1: {**failing[1], "acknowledge": False}})
+    assert [job.store.list_dir(n) for n in step_dirs(job.store)] == [[shard_file(0)]] * 2
+    save(job, 3)
+    left = [SetId.parse(n).step for n in step_dirs(job.store)]
+    assert left == [2, 3]  # rank 1 may still be writing into 2
+    job.coordinator.acknowledge(job.groups[1], n=1, step=2)
+    save(job, 4)
+    assert [SetId.parse(n).step for n in step_dirs(job.store)] == [3, 4]
+
+
+def test_an_attempt_that_some_rank_is_still_in_goes_only_if_empty(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    id = SetId(1, 1, 1, "00000000")
+    assert remove_leftover(store, id, settled=True)  # gone already
+    store.make_dir(id.dirname)
+    store.create_exclusive(f"{id.dirname}/{shard_file(0)}", b"half")
+    assert not remove_leftover(store, id, settled=False)
+    assert store.list_dir(id.dirname) == [shard_file(0)]
+    store.unlink(f"{id.dirname}/{shard_file(0)}")
+    assert remove_leftover(store, id, settled=False)
+    assert step_dirs(store) == []
+
+
+def test_a_committed_or_pinned_set_is_never_a_leftover(tmp_path: Path) -> None:
+    job = saved(tmp_path, 1)
+    id = committed_sets(job.store)[0][0]
+    assert not remove_leftover(job.store, id, settled=True)
+    assert offered(job.store) == [1]
+    pinned = SetId(1, 9, 9, "00000000")
+    job.store.make_dir(pinned.dirname)
+    job.store.create_exclusive(f"{pinned.dirname}/{PIN}", b"{}")
+    assert not remove_leftover(job.store, pinned, settled=True)
+
+
+# ---- crashes
+
+
+class KilledStore(LocalStore):
+    left = -1
+
+    def _effect(self, operation, path, call):
+        if self.left == 0:
+            os._exit(77)
+        self.left -= 1
+        return super()._effect(operation, path, call)
+
+
+def test_p6_gc_killed_before_any_effect_is_finished_by_the_next(tmp_path: Path) -> None:
+    killed = 0
+    for k in range(100):
+        root = tmp_path / str(k)
+        job = saved(root, 1)
+        committed = committed_sets(job.store)[0][0]
+        job.store.rename_dir(committed.dirname, layout.trash_name(committed.dirname))
+        orphan(job.store, 1, shard_file(0))
+        orphan(job.store, 1, shard_file(0), trash=True)
+        pid = os.fork()
+        if pid == 0:
+            store = KilledStore(root)
+            store.left = k
+            gc_orphans(store, 2)
+            os._exit(0)
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        assert code in (0, 77)
+        killed += code == 77
+        gc_orphans(job.store, 2)
+        assert offered(job.store) == [1]
+        assert step_dirs(job.store) == [committed.dirname]
+        if code == 0:
+            break
+    assert code == 0 and killed == 12
+
+
+def test_everything_the_other_modules_use_is_exported() -> None:
+    assert all(hasattr(retention, name) for name in retention.__all__)
