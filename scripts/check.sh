@@ -25,10 +25,11 @@ step() {
     failed+=("$name")
   fi
 }
-step "ruff format" ruff format --check --quiet .
+step "ruff format" ruff format --check .
 step "ruff check" ruff check --quiet .
 step "mypy --strict" mypy --strict sharded_ckpt
 [ ${#native[@]} -eq 0 ] || step "clang-format" clang-format --dry-run -Werror "${native[@]}"
-step "shell syntax" bash -n scripts/*.sh .ci/run
+shell_syntax() { for script in scripts/*.sh .ci/run; do bash -n "$script" || return 1; done; }
+step "shell syntax" shell_syntax
 step "house rules" python -m pytest -q -p no:cacheprovider tests/test_house.py
 [ ${#failed[@]} -eq 0 ] || die "failed: ${failed[*]} (scripts/check.sh --fix repairs formatting)"

@@ -151,7 +151,7 @@ def _bad(where: str, what: str) -> ManifestError:
 def _check_crc(data: bytes, where: str) -> None:
     if len(data) > MAX_MANIFEST_NBYTES:
         raise _bad(where, f"{len(data)} bytes, a manifest has at most {MAX_MANIFEST_NBYTES}")
-    if data.count(_CRC_MARK) != 1 or not data.endswith(b"\n}\n"):
+    if _CRC_MARK not in data:
         raise _bad(where, f"{len(data)} bytes that are not a whole manifest")
     position = data.index(_CRC_MARK) + len(_CRC_MARK)
     digits = data[position : position + 8].decode("ascii", "replace")

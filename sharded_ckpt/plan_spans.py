@@ -49,7 +49,7 @@ def windows(
         start = 0
         while start < count:
             end = min(count, start + room // width)
-            if end == start and window:
+            if end <= start and window:
                 yield window
                 window, room = [], budget
                 continue

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sharded_ckpt import plan, terms
+from sharded_ckpt import layout, plan, terms
 from sharded_ckpt.checksum import crc32c
 from sharded_ckpt.coordinator import Coordinator
 from sharded_ckpt.errors import CheckpointError
@@ -195,3 +195,24 @@ def offered(store: LocalStore) -> list[int]:
             assert (len(data), crc32c(data)) == (shard.nbytes, shard.file_crc32c)
         steps.append(id.step)
     return steps
+
+
+def outcomes(results: Sequence[Any]) -> list[str]:
+    return [result.outcome.value for result in results]
+
+
+def saved(tmp_path: Path, *steps: int, keep: Keep | None = None, **options) -> Job:
+    job = Job(tmp_path, 2, keep=keep, **options)
+    for step in steps:
+        save(job, step)
+    return job
+
+
+def save(job: Job, step: int, **metrics: float) -> SetId:
+    results = job.save(step, parts_=parts(metrics=metrics))
+    assert [r.outcome.value for r in results] == ["committed"] * 2, results[0].message
+    return [id for id, _ in committed_sets(job.store) if id.step == step][-1]
+
+
+def step_dirs(store: LocalStore) -> list[str]:
+    return [name for name in store.list_dir() if layout.parse_term_file(name) is None]

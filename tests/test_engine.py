@@ -6,7 +6,6 @@ The oracle of a written file is a few lines below: header with digits, then the 
 from __future__ import annotations
 
 import errno
-import itertools
 import os
 import random
 import signal
@@ -240,9 +239,7 @@ def test_a_blocked_job_does_not_hold_up_the_next(engine: Engine, tmp_path: Path)
     blocked = engine.start(engine.arena(CHUNK), [(0, CHUNK)], chunk_nbytes=CHUNK)
     blocked.write_to(str(tmp_path / "blocked"), HEADER, CRC_POS)
     sources = random_sources(10)
-    check(
-        save(engine, tmp_path / "next", sources, 100_000), tmp_path / "next", data_of(sources)
-    )
+    check(save(engine, tmp_path / "next", sources, 100_000), tmp_path / "next", data_of(sources))
     assert blocked.wait(0) is None
     blocked.cancel()
 
@@ -395,7 +392,11 @@ def test_a_full_disk_is_found_before_anything_is_written(tmp_path: Path, kind: s
 def run_script(code: str, *args: str) -> str:
     head = f"import sys; sys.path.insert(0, {str(ROOT / 'tests')!r})\nfrom test_engine import *\n"
     done = subprocess.run(
-        [sys.executable, "-c", head + code, *args], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", head + code, *args],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -483,6 +484,6 @@ def test_many_jobs_from_many_threads(engine: Engine, tmp_path: Path) -> None:
     threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
     for thread in threads:
         thread.start()
-    for thread in itertools.chain(threads):
+    for thread in threads:
         thread.join(T)
     assert errors == []

@@ -89,8 +89,7 @@ def test_a_flipped_bit_is_found_and_placed(engine: Engine, shard: Path, chunk: i
     assert (error.path, error.start, error.end) == (str(shard), start, end)
     got = google_crc32c.value(shard.read_bytes()[start:end])
     assert str(error) == (
-        f"{shard}: crc32c of bytes {start} to {end} is {got:08x}, "
-        f"the header says {CRCS[chunk]:08x}"
+        f"{shard}: crc32c of bytes {start} to {end} is {got:08x}, the header says {CRCS[chunk]:08x}"
     )
 
 
@@ -103,13 +102,13 @@ def test_only_touched_chunks_are_checked(engine: Engine, shard: Path) -> None:
 
 
 def test_the_first_damaged_chunk_is_reported(engine: Engine, shard: Path) -> None:
-    for chunk in (9, 2, 6):
+    for chunk in (4, 2, 3):  # neighbours, which three threads read at the same time
         flip(shard, HEADER_NBYTES + chunk * CHUNK + 7)
-    for _ in range(20):  # whatever the threads' timing
+    for _ in range(300):
         with pytest.raises(ShardError) as caught:
             read(engine, shard, [(0, len(DATA))])
         assert caught.value.start == HEADER_NBYTES + 2 * CHUNK
-    assert engine.verify(str(shard), **SIZES) == [2, 6, 9]
+    assert engine.verify(str(shard), **SIZES) == [2, 3, 4]
 
 
 def test_verify_of_a_whole_file(engine: Engine, shard: Path) -> None:

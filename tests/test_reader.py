@@ -275,7 +275,7 @@ def test_p8_a_linked_shard_is_not_followed(tmp_path: Path, engine: Engine) -> No
 
 
 def test_windows_cut_items_within_the_budget_and_lose_nothing() -> None:
-    counts, widths = [10, 0, 3, 1000, 1], [4, 8, 1, 2, 64]
+    counts, widths = [10, 0, 3, 1000, 3, 5], [4, 8, 1, 2, 64, 1]
     found = list(windows(counts, widths, 33))
     for window in found:
         nbytes = sum((end - start) * widths[i] for i, start, end in window)

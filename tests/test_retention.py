@@ -12,39 +12,20 @@ import pytest
 from sharded_ckpt import layout, retention, terms
 from sharded_ckpt.errors import ManifestError, StepNotFound, StoreError, Superseded, UsageError
 from sharded_ckpt.keep import Keep
-from sharded_ckpt.layout import MANIFEST, PIN, SetId, shard_file
+from sharded_ckpt.layout import MANIFEST, SetId, shard_file
 from sharded_ckpt.manifest import Manifest
 from sharded_ckpt.retention import (
     best_step,
     committed_sets,
     delete,
-    gc_orphans,
     is_pinned,
     pin,
     readable_sets,
-    remove_leftover,
     uncommit,
     unpin,
 )
 from sharded_ckpt.store import LocalStore
-from tests.job import Job, offered, parts
-
-
-def saved(tmp_path: Path, *steps: int, keep: Keep | None = None, **options) -> Job:
-    job = Job(tmp_path, 2, keep=keep, **options)
-    for step in steps:
-        save(job, step)
-    return job
-
-
-def save(job: Job, step: int, **metrics: float) -> SetId:
-    results = job.save(step, parts_=parts(metrics=metrics))
-    assert [r.outcome.value for r in results] == ["committed"] * 2, results[0].message
-    return [id for id, _ in committed_sets(job.store) if id.step == step][-1]
-
-
-def step_dirs(store: LocalStore) -> list[str]:
-    return [name for name in store.list_dir() if layout.parse_term_file(name) is None]
+from tests.job import Job, offered, save, saved, step_dirs
 
 
 class RecordingStore(LocalStore):
@@ -377,162 +358,6 @@ def test_without_a_thinner_full_sets_stay_full(tmp_path: Path, caplog) -> None:
     job = saved(tmp_path, 1, 2, keep=Keep(weights_only_after=1))
     assert offered(job.store) == [1, 2]
     assert "stay full" in caplog.text
-
-
-# ---- attempts that were not committed
-
-
-def orphan(store: LocalStore, term: int, *names: str, trash: bool = False) -> str:
-    id = SetId.new(step=5, term=term, serial=77)
-    name = layout.trash_name(id.dirname) if trash else id.dirname
-    store.make_dir(name)
-    for file in names:
-        store.create_exclusive(f"{name}/{file}", b"half")
-    return name
-
-
-def test_orphans_of_lower_terms_go_after_a_commit_and_not_before(tmp_path: Path) -> None:
-    Job(tmp_path, 2)
-    job = Job(tmp_path, 2)
-    names = [
-        orphan(job.store, 1),
-        orphan(job.store, 1, shard_file(0), shard_file(1), layout.temp_name()),
-        orphan(job.store, 1, shard_file(0), trash=True),
-    ]
-    job.save(1, per_rank={0: {"fail": StoreError("write", "f", errno.EIO)}})
-    assert set(names) <= set(step_dirs(job.store))
-    save(job, 2)
-    assert not set(names) & set(step_dirs(job.store))
-    assert len(step_dirs(job.store)) == 1
-
-
-def test_orphans_of_our_own_and_higher_terms_are_not_touched(tmp_path: Path) -> None:
-    store = LocalStore(tmp_path)
-    names = [orphan(store, 3, shard_file(0)), orphan(store, 4), orphan(store, 3, trash=True)]
-    assert gc_orphans(store, 3) == []
-    assert step_dirs(store) == sorted(names)
-
-
-def test_files_of_others_in_an_orphan_stay(tmp_path: Path) -> None:
-    store = LocalStore(tmp_path)
-    orphan(store, 1, shard_file(0), "notes.txt")
-    assert gc_orphans(store, 2) == []
-    (name,) = step_dirs(store)
-    assert layout.parse_trash_name(name) and store.list_dir(name) == ["notes.txt"]
-
-
-def test_p6_an_orphan_that_is_committed_while_it_is_moved_is_put_back(tmp_path: Path) -> None:
-    """A job of a lower term still runs, and publishes just before the directory is moved."""
-    slow = Job(tmp_path, 1)
-    id = slow.coordinator.open_attempt(5, n=1)
-    vote = slow.vote(id, 0)
-    slow.groups[0].publish(vote.key, vote.to_bytes())
-    store = RecordingStore(tmp_path)
-    store.fault = lambda operation, path: (
-        slow.coordinator.decide(n=1, step=5, id=id, parts=parts()) and None
-        if operation == "rename" and not offered(slow.store)
-        else None
-    )
-    assert gc_orphans(store, 2) == []
-    assert offered(store) == [5]
-
-
-def test_p6_trash_that_holds_a_manifest_is_put_back(tmp_path: Path) -> None:
-    """gc was killed between moving an orphan away and looking at it again."""
-    job = saved(tmp_path, 1)
-    id = committed_sets(job.store)[0][0]
-    job.store.rename_dir(id.dirname, layout.trash_name(id.dirname))
-    assert offered(job.store) == []
-    assert gc_orphans(job.store, 2) == []
-    assert offered(job.store) == [1]
-
-
-def test_p6_a_job_whose_attempt_was_moved_away_cannot_commit_it(tmp_path: Path) -> None:
-    slow = Job(tmp_path, 1)
-    id = slow.coordinator.open_attempt(5, n=1)
-    vote = slow.vote(id, 0)
-    slow.groups[0].publish(vote.key, vote.to_bytes())
-    assert gc_orphans(slow.store, 2) == [id]
-    verdict = slow.coordinator.decide(n=1, step=5, id=id, parts=parts())
-    assert verdict.outcome.value == "aborted"
-    assert step_dirs(slow.store) == []
-
-
-def test_own_failed_attempts_go_once_every_rank_is_through(tmp_path: Path) -> None:
-    job = Job(tmp_path, 2)
-    failing = {1: {"fail": StoreError("write", "f", errno.EIO)}}
-    job.save(1, per_rank=failing)
-    job.save(2, per_rank={1: {**failing[1], "acknowledge": False}})
-    assert [job.store.list_dir(n) for n in step_dirs(job.store)] == [[shard_file(0)]] * 2
-    save(job, 3)
-    left = [SetId.parse(n).step for n in step_dirs(job.store)]
-    assert left == [2, 3]  # rank 1 may still be writing into 2
-    job.coordinator.acknowledge(job.groups[1], n=1, step=2)
-    save(job, 4)
-    assert [SetId.parse(n).step for n in step_dirs(job.store)] == [3, 4]
-
-
-def test_an_attempt_that_some_rank_is_still_in_goes_only_if_empty(tmp_path: Path) -> None:
-    store = LocalStore(tmp_path)
-    id = SetId(1, 1, 1, "00000000")
-    assert remove_leftover(store, id, settled=True)  # gone already
-    store.make_dir(id.dirname)
-    store.create_exclusive(f"{id.dirname}/{shard_file(0)}", b"half")
-    assert not remove_leftover(store, id, settled=False)
-    assert store.list_dir(id.dirname) == [shard_file(0)]
-    store.unlink(f"{id.dirname}/{shard_file(0)}")
-    assert remove_leftover(store, id, settled=False)
-    assert step_dirs(store) == []
-
-
-def test_a_committed_or_pinned_set_is_never_a_leftover(tmp_path: Path) -> None:
-    job = saved(tmp_path, 1)
-    id = committed_sets(job.store)[0][0]
-    assert not remove_leftover(job.store, id, settled=True)
-    assert offered(job.store) == [1]
-    pinned = SetId(1, 9, 9, "00000000")
-    job.store.make_dir(pinned.dirname)
-    job.store.create_exclusive(f"{pinned.dirname}/{PIN}", b"{}")
-    assert not remove_leftover(job.store, pinned, settled=True)
-
-
-# ---- crashes
-
-
-class KilledStore(LocalStore):
-    left = -1
-
-    def _effect(self, operation, path, call):
-        if self.left == 0:
-            os._exit(77)
-        self.left -= 1
-        return super()._effect(operation, path, call)
-
-
-def test_p6_gc_killed_before_any_effect_is_finished_by_the_next(tmp_path: Path) -> None:
-    killed = 0
-    for k in range(100):
-        root = tmp_path / str(k)
-        job = saved(root, 1)
-        committed = committed_sets(job.store)[0][0]
-        job.store.rename_dir(committed.dirname, layout.trash_name(committed.dirname))
-        orphan(job.store, 1, shard_file(0))
-        orphan(job.store, 1, shard_file(0), trash=True)
-        pid = os.fork()
-        if pid == 0:
-            store = KilledStore(root)
-            store.left = k
-            gc_orphans(store, 2)
-            os._exit(0)
-        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        assert code in (0, 77)
-        killed += code == 77
-        gc_orphans(job.store, 2)
-        assert offered(job.store) == [1]
-        assert step_dirs(job.store) == [committed.dirname]
-        if code == 0:
-            break
-    assert code == 0 and killed == 12
 
 
 def test_everything_the_other_modules_use_is_exported() -> None:

@@ -3,7 +3,8 @@
 ``orbax.checkpoint.PyTreeCheckpointer().restore(path)`` needs three things: arrays under their
 names, in one OCDBT key-value store, and the file ``_METADATA`` that lists them. ``_METADATA`` is
 written last, so an export that was cut off is not taken for one. The target is a local directory
-(hidden until it is whole), or any key-value URL that tensorstore knows (``s3://``, ``gs://``).
+(hidden until it is whole), or any key-value store that tensorstore knows: by URL (``s3://``,
+``gs://``), or by its JSON specification where a URL cannot say enough.
 
 Chunks are contiguous runs of the row-major tensor, so the stream fills them one after the other.
 """
@@ -67,7 +68,7 @@ def write(
                 file.write(metadata)
         return
     with _store_errors(target):
-        store = ts.KvStore.open(target if target.endswith("/") else f"{target}/").result()
+        store = ts.KvStore.open(_kvstore_spec(target)).result()
         if store.list().result():
             raise UsageError(
                 f"{target} is not empty, and a store of objects cannot replace a folder in one "
@@ -83,7 +84,9 @@ def write(
 
 
 def local_path(target: str) -> str | None:
-    """The local directory that ``target`` names, or ``None`` for a URL of another store."""
+    """The local directory that ``target`` names, or ``None`` for a URL or spec of another store."""
+    if target.startswith("{"):
+        return None
     if "://" not in target:
         return target
     if urlsplit(target).scheme == "file":
@@ -228,6 +231,18 @@ def _numpy_type(dtype: str) -> Any:
     except ImportError as error:
         raise _not_installed("ml_dtypes") from error
     return np.dtype(getattr(ml_dtypes, kind.ml_dtypes_name))
+
+
+def _kvstore_spec(target: str) -> Any:
+    """A URL, or tensorstore's own JSON where a URL cannot say enough (an endpoint, for one)."""
+    if not target.startswith("{"):
+        return target if target.endswith("/") else f"{target}/"
+    try:
+        spec = json.loads(target)
+    except ValueError as error:
+        raise UsageError(f"not a key-value store in JSON: {target}: {error}") from error
+    path = str(spec.get("path", ""))
+    return {**spec, "path": path if not path or path.endswith("/") else f"{path}/"}
 
 
 def _tensorstore() -> Any:

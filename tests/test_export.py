@@ -1,0 +1,517 @@
+"""Exports: the right bytes of every tensor in every format, and nothing where it fails."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import zipfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from sharded_ckpt.engine import select_engine
+from sharded_ckpt.errors import ShardError, StateMismatch, UsageError
+from sharded_ckpt.export import ModelView, Request, Selection, consolidate, plan_export
+from sharded_ckpt.export import orbax as orbax_export
+from sharded_ckpt.export.cast import cast_into
+from sharded_ckpt.export.stream import TensorStream
+from sharded_ckpt.layout import MANIFEST
+from sharded_ckpt.manifest import Manifest
+from sharded_ckpt.reader import ShardReader
+from sharded_ckpt.store import LocalStore
+from tests.make_set import CUTS, make_set
+
+BF16 = torch.bfloat16
+
+
+def reader_of(directory: Path, manifest: Manifest) -> ShardReader:
+    return ShardReader(LocalStore(directory), select_engine("auto"), manifest.id, manifest)
+
+
+def export(directory: Path, manifest: Manifest, target: Path | str, **request: Any) -> None:
+    selection = request.pop("selection", Selection())
+    made = Request(str(target), selection=selection, **request)
+    consolidate(plan_export(reader_of(directory, manifest), made))
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Equal in shape, dtype and every bit."""
+    bits = [t.detach().reshape(-1).contiguous().view(torch.uint8) for t in (a, b)]
+    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(*bits)
+
+
+def load_orbax(directory: Path) -> dict[str, torch.Tensor]:
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    checkpoint = pytest.importorskip("orbax.checkpoint")
+    restored = checkpoint.PyTreeCheckpointer().restore(directory)
+    return {name: _from_numpy(value) for name, value in restored.items()}
+
+
+def _from_numpy(value: np.ndarray) -> torch.Tensor:
+    value = np.asarray(value)
+    if value.dtype.name != "bfloat16":
+        return torch.from_numpy(np.array(value))
+    return torch.from_numpy(value.view(np.uint16).copy()).view(BF16).reshape(value.shape)
+
+
+LOADERS: dict[str, tuple[str, Callable[[Path], dict[str, torch.Tensor]]]] = {
+    "safetensors": ("out", lambda path: load_file(path / "model.safetensors")),
+    "torch": ("out.pt", lambda path: torch.load(path, weights_only=True)),
+    "orbax": ("out", load_orbax),
+}
+
+
+# ---- casts
+
+
+def all_16_bit_neighbours() -> torch.Tensor:
+    """Every bfloat16 as float32, and what lies just beside each and between each two."""
+    high = torch.arange(1 << 16, dtype=torch.int64) << 16
+    low = torch.tensor([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF])
+    bits = (high[:, None] + low[None, :]).reshape(-1)
+    return bits.to(torch.uint32).view(torch.float32)
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("BF16", BF16), ("F16", torch.float16)])
+def test_casts_round_to_nearest_even_as_torch_does(name: str, dtype: torch.dtype) -> None:
+    values = all_16_bit_neighbours()
+    made = np.empty(2 * values.numel(), np.uint8)
+    cast_into(values.view(torch.uint8).numpy(), "F32", made, name)
+    got, want = torch.from_numpy(made).view(dtype), values.to(dtype)
+    nan = values.isnan()
+    assert torch.equal(got.isnan(), nan)
+    assert same(got[~nan], want[~nan])
+    # And back, which is exact; and through float64, which torch does in the same two steps.
+    wide = np.empty(4 * got.numel(), np.uint8)
+    cast_into(made, name, wide, "F32")
+    assert same(torch.from_numpy(wide).view(torch.float32)[~nan], got.float()[~nan])
+    cast_into(values.double().view(torch.uint8).numpy(), "F64", made, name)
+    assert same(torch.from_numpy(made).view(dtype)[~nan], values.double().to(dtype)[~nan])
+
+
+# ---- what is exported
+
+
+@pytest.mark.parametrize("to", LOADERS)
+@pytest.mark.parametrize("cut", CUTS)
+def test_p5_every_cut_gives_the_same_model(tmp_path: Path, cut: str, to: str) -> None:
+    masters = {
+        "a.weight": torch.randn(33, 20),
+        "a.bias": torch.randn(33),
+        "b.scale": torch.ones(()),
+    }
+    manifest = make_set(
+        tmp_path,
+        {f"master/{name}": value for name, value in masters.items()}
+        | {
+            "optim/a.weight/exp_avg": torch.randn(33, 20),
+            "model/frozen": torch.randn(7, 3).to(BF16),
+        },
+        cut=cut,
+        world_size=3,
+        model_dtypes="BF16",
+        copies={"buffer/count": torch.tensor(5), "optim/a.weight/step": torch.tensor(3.0)},
+        chunk_nbytes=128,
+    )
+    name, load = LOADERS[to]
+    export(tmp_path, manifest, tmp_path / name, format=to)
+    got = load(tmp_path / name)
+    assert set(got) == {"a.weight", "a.bias", "b.scale", "frozen", "count"}
+    assert all(same(got[name], value.to(BF16)) for name, value in masters.items())
+    assert same(got["count"], torch.tensor(5)) and got["frozen"].dtype == BF16
+
+
+def test_overrides_belong_to_the_models_own_dtype(tmp_path: Path) -> None:
+    master, given = torch.randn(40, 5), torch.randn(12).to(BF16)
+    manifest = make_set(
+        tmp_path,
+        {"master/w": master},
+        world_size=2,
+        model_dtypes="BF16",
+        overrides={"model/w": [(77, given)]},
+    )
+    want = master.to(BF16)
+    want.view(-1)[77:89] = given
+    for dtype, expected in ((None, want), ("BF16", want), ("F32", master), ("F16", master.half())):
+        target = tmp_path / f"out-{dtype}"
+        export(tmp_path, manifest, target, selection=Selection(dtype=dtype))
+        assert same(load_file(target / "model.safetensors")["w"], expected), dtype
+
+
+def test_windows_of_any_size_give_the_same_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved = {
+        "master/a": torch.randn(101, 9),
+        "model/b": torch.arange(77),
+        "master/c": torch.randn(3),
+    }
+    manifest = make_set(
+        tmp_path,
+        saved,
+        cut="columns",
+        world_size=3,
+        model_dtypes={"a": "BF16", "c": "F16"},
+        overrides={"model/a": [(500, torch.randn(60).to(BF16))]},
+    )
+    export(tmp_path, manifest, tmp_path / "whole")
+    for window in (1, 8, 100, 1000):
+        monkeypatch.setattr("sharded_ckpt.export.stream.WINDOW_NBYTES", window)
+        export(tmp_path, manifest, tmp_path / f"{window}")
+        one, other = (tmp_path / name / "model.safetensors" for name in ("whole", f"{window}"))
+        assert one.read_bytes() == other.read_bytes()
+
+
+def test_b110_b111_buffers_and_integers_keep_their_dtype(tmp_path: Path) -> None:
+    kept = {
+        "mean": torch.tensor([16777217.0, 1e-8], dtype=torch.float64),
+        "count": torch.tensor(2**40),
+        "mask": torch.tensor([True, False]),
+    }
+    manifest = make_set(
+        tmp_path,
+        {"master/w": torch.randn(4), "model/index": torch.arange(3), "model/z": torch.ones(2) + 1j},
+        copies={f"buffer/{name}": value for name, value in kept.items()},
+    )
+    export(tmp_path, manifest, tmp_path / "o.pt", format="torch", selection=Selection(dtype="F16"))
+    got = torch.load(tmp_path / "o.pt", weights_only=True)
+    assert all(same(got[name], value) for name, value in kept.items())
+    dtypes = [got[name].dtype for name in ("w", "index", "z")]
+    assert dtypes == [torch.float16, torch.int64, torch.complex64]
+
+
+def test_optimizer_state_is_exported_on_request(tmp_path: Path) -> None:
+    master, moment = torch.randn(8, 3), torch.randn(8, 3)
+    manifest = make_set(
+        tmp_path,
+        {"master/module.w": master, "optim/module.w/exp_avg": moment},
+        copies={"optim/module.w/step": torch.tensor(9.0)},
+        model_dtypes="BF16",
+    )
+    selection = Selection(optimizer=True, strip_prefixes=("module.",))
+    export(tmp_path, manifest, tmp_path / "out", selection=selection)
+    got = load_file(tmp_path / "out" / "model.safetensors")
+    assert set(got) == {"w", "master/w", "optim/w/exp_avg", "optim/w/step"}
+    assert same(got["w"], master.to(BF16)) and same(got["master/w"], master)
+    assert same(got["optim/w/exp_avg"], moment)
+
+
+def test_b73_trainable_parameters_alone(tmp_path: Path) -> None:
+    manifest = make_set(
+        tmp_path,
+        {
+            "model/base.weight": torch.ones(4),
+            "model/lora.A": torch.ones(2),
+            "optim/lora.A/exp_avg": torch.ones(2),
+            "master/lora.B": torch.ones(3),
+        },
+        copies={"buffer/mean": torch.ones(1)},
+    )
+    export(tmp_path, manifest, tmp_path / "out", selection=Selection(trainable_only=True))
+    assert set(load_file(tmp_path / "out" / "model.safetensors")) == {"lora.A", "lora.B"}
+    silent = make_set(tmp_path, {"model/w": torch.ones(4)}, serial=2)
+    with pytest.raises(UsageError, match="only-trainable"):
+        export(tmp_path, silent, tmp_path / "no", selection=Selection(trainable_only=True))
+
+
+def test_names_that_would_collide_are_refused(tmp_path: Path) -> None:
+    manifest = make_set(tmp_path, {"model/a.w": torch.ones(1), "model/w": torch.ones(1)})
+    with pytest.raises(UsageError, match="'w'"):
+        export(tmp_path, manifest, tmp_path / "o", selection=Selection(strip_prefixes=("a.",)))
+
+
+# ---- formats
+
+
+def test_large_models_are_cut_into_files_with_an_index(tmp_path: Path) -> None:
+    sizes = [10, 3000, 10, 400, 700, 700]
+    saved = {f"model/layers.{i}.w": torch.randn(size) for i, size in enumerate(sizes)}
+    manifest = make_set(tmp_path, saved, world_size=2)
+    export(tmp_path, manifest, tmp_path / "out", max_shard_nbytes=4000)
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    files = sorted(set(index["weight_map"].values()))
+    count = len(files)
+    assert files == [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
+    assert count == 5 and index["metadata"]["total_size"] == 4 * sum(sizes)
+    for file in files:
+        tensors = load_file(tmp_path / "out" / file)
+        assert set(tensors) == {n for n, f in index["weight_map"].items() if f == file}
+        nbytes = sum(tensor.nbytes for tensor in tensors.values())
+        assert nbytes <= 4000 or len(tensors) == 1
+        assert all(same(t, saved[f"model/{name}"]) for name, t in tensors.items())
+
+
+def test_b21_tied_names_are_one_tensor_everywhere(tmp_path: Path) -> None:
+    saved = torch.randn(6, 2)
+    aliases = {"head.weight": "embed.weight", "decoder.weight": "embed.weight"}
+    manifest = make_set(tmp_path, {"model/embed.weight": saved}, aliases=aliases)
+    export(tmp_path, manifest, tmp_path / "out")
+    with safe_open(tmp_path / "out" / "model.safetensors", "pt") as file:
+        assert list(file.keys()) == ["embed.weight"]
+        assert file.metadata() == {"format": "pt", **aliases}
+    export(tmp_path, manifest, tmp_path / "out.pt", format="torch")
+    got = torch.load(tmp_path / "out.pt", weights_only=True)
+    assert set(got) == {"embed.weight", *aliases}
+    assert len({tensor.data_ptr() for tensor in got.values()}) == 1
+
+
+def test_a_torch_file_holds_every_dtype_and_shape(tmp_path: Path) -> None:
+    saved: dict[str, torch.Tensor] = {
+        "model/half": torch.randn(3).half(),
+        "model/double": torch.randn(2, 0, 4).double(),
+        "model/f8": torch.randn(5).to(torch.float8_e4m3fn),
+        "model/f8b": torch.randn(5).to(torch.float8_e5m2),
+        "model/u16": torch.arange(7, dtype=torch.uint16),
+        "model/u64": torch.arange(7).to(torch.uint64),
+        "model/i8": torch.arange(-3, 4, dtype=torch.int8),
+        "model/bool": torch.tensor([[True], [False]]),
+        "model/scalar": torch.tensor(1.5),
+        "model/complex": torch.ones(2) * 1j,
+        "model/größe ☃": torch.arange(2, dtype=torch.int32),
+    }
+    manifest = make_set(tmp_path, saved, world_size=3)
+    export(tmp_path, manifest, tmp_path / "out.pt", format="torch")
+    for mmap in (False, True):
+        got = torch.load(tmp_path / "out.pt", weights_only=True, mmap=mmap)
+        assert set(got) == {name.removeprefix("model/") for name in saved}
+        assert all(same(got[name.removeprefix("model/")], value) for name, value in saved.items())
+        assert all(t.is_contiguous() and not t.requires_grad for t in got.values())
+    with zipfile.ZipFile(tmp_path / "out.pt") as archive:
+        assert archive.testzip() is None  # the checksums inside are right, which torch ignores
+
+
+def test_orbax_restores_tensors_of_many_chunks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(orbax_export, "CHUNK_NBYTES", 64)
+    saved = {
+        "model/w": torch.randn(7, 5, 11).to(BF16),
+        "model/zeros": torch.zeros(100),
+        "model/long": torch.arange(200),
+        "model/flag": torch.tensor(True),
+    }
+    manifest = make_set(tmp_path, saved, world_size=2, aliases={"tied": "w"})
+    export(tmp_path, manifest, tmp_path / "out", format="orbax")
+    got = load_orbax(tmp_path / "out")
+    assert all(same(got[name.removeprefix("model/")], value) for name, value in saved.items())
+    metadata = json.loads((tmp_path / "out" / "_METADATA").read_text())
+    assert metadata["custom_metadata"] == {"step": 1, "aliases": {"tied": "w"}}
+
+
+@pytest.mark.parametrize("limit", [4, 30, 100, 10**6])
+@pytest.mark.parametrize("shape", [(), (5,), (0, 3), (4, 6), (3, 2, 5), (2, 1, 4, 3)])
+def test_chunks_are_consecutive_runs(shape: tuple[int, ...], limit: int) -> None:
+    chunk = orbax_export.chunk_shape(shape, 2, limit)
+    assert all(extent >= 1 for extent in chunk)
+    assert math.prod(chunk) * 2 <= max(limit, 2)
+    numbers = np.arange(math.prod(shape)).reshape(shape)
+    parts = [numbers[box].reshape(-1) for box in orbax_export.chunk_boxes(shape, chunk)]
+    found = np.concatenate(parts) if parts else np.empty(0)
+    assert np.array_equal(found, np.arange(math.prod(shape)))
+
+
+def test_orbax_writes_to_an_object_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    server_module = pytest.importorskip("moto.server")
+    ts = pytest.importorskip("tensorstore")
+    boto3 = pytest.importorskip("boto3")
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "test")
+    server = server_module.ThreadedMotoServer(ip_address="127.0.0.1", port=0)
+    server.start()
+    try:
+        _, port = server.get_host_and_port()
+        endpoint = f"http://127.0.0.1:{port}"
+        client = boto3.client("s3", endpoint_url=endpoint, region_name="us-east-1")
+        client.create_bucket(Bucket="bucket")
+        spec = {
+            "driver": "s3",
+            "bucket": "bucket",
+            "endpoint": endpoint,
+            "path": "run/step",
+            "aws_region": "us-east-1",
+        }
+        saved = torch.randn(30, 4)
+        manifest = make_set(tmp_path, {"model/w": saved})
+        export(tmp_path, manifest, json.dumps(spec), format="orbax")
+        base = {**spec, "path": "run/step/"}
+        array = ts.open(
+            {"driver": "zarr3", "kvstore": {"driver": "ocdbt", "base": base, "path": "w/"}}
+        ).result()
+        assert np.array_equal(array.read().result(), saved.numpy())
+        assert client.get_object(Bucket="bucket", Key="run/step/_METADATA")
+        with pytest.raises(UsageError, match="not empty"):
+            export(tmp_path, manifest, json.dumps(spec), format="orbax")
+    finally:
+        server.stop()
+
+
+# ---- what cannot be exported
+
+
+def test_b123_missing_shards_are_listed_by_rank(tmp_path: Path) -> None:
+    manifest = make_set(tmp_path, {"master/w": torch.ones(64)}, world_size=5)
+    for rank in (1, 3):
+        (tmp_path / manifest.shards[rank].path).unlink()
+    with pytest.raises(ShardError, match=r"2 of 5 shards.*rank 1 .*rank 3"):
+        export(tmp_path, manifest, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_b230_a_hole_is_an_error_that_names_the_tensor(tmp_path: Path) -> None:
+    manifest = make_set(
+        tmp_path, {"master/w": torch.ones(64), "master/v": torch.ones(1)}, world_size=4
+    )
+    holed = replace(manifest, shards=manifest.shards[:2] + manifest.shards[3:])
+    with pytest.raises(StateMismatch, match=r"master/w: elements 32:48"):
+        export(tmp_path, holed, tmp_path / "out")
+
+
+def test_p1_damage_leaves_no_output_and_the_old_one_untouched(tmp_path: Path) -> None:
+    manifest = make_set(tmp_path, {"master/w": torch.randn(1000)}, world_size=2)
+    for to, (name, _) in LOADERS.items():
+        (tmp_path / to).mkdir()
+        export(tmp_path, manifest, tmp_path / to / name, format=to)
+    ref = manifest.shards[1]
+    data = bytearray((tmp_path / ref.path).read_bytes())
+    data[-1] ^= 1
+    (tmp_path / ref.path).write_bytes(data)
+    for to, (name, load) in LOADERS.items():
+        with pytest.raises(ShardError, match="rank 1"):
+            export(tmp_path, manifest, tmp_path / to / name, format=to, overwrite=True)
+        assert os.listdir(tmp_path / to) == [name]
+        assert load(tmp_path / to / name)["w"].shape == (1000,)
+
+
+def test_an_existing_output_is_replaced_only_on_request(tmp_path: Path) -> None:
+    one = make_set(tmp_path, {"model/w": torch.ones(3)})
+    two = make_set(tmp_path, {"model/w": torch.zeros(3)}, serial=2)
+    for to, (name, load) in LOADERS.items():
+        (tmp_path / to).mkdir()
+        target = tmp_path / to / name
+        export(tmp_path, one, target, format=to)
+        with pytest.raises(UsageError, match="overwrite"):
+            export(tmp_path, two, target, format=to)
+        assert load(target)["w"].sum() == 3
+        export(tmp_path, two, target, format=to, overwrite=True)
+        assert load(target)["w"].sum() == 0
+        assert os.listdir(tmp_path / to) == [name]
+    with pytest.raises(UsageError, match="does not exist"):
+        export(tmp_path, one, tmp_path / "no" / "such")
+
+
+# ---- Hugging Face
+
+
+def config_directory(path: Path, **config: Any) -> Path:
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(config))
+    (path / "tokenizer.json").write_text("{}")
+    (path / "generation_config.json").write_text("{}")
+    (path / "modeling_custom.py").write_text("raise SystemExit")
+    (path / "pytorch_model.bin").write_text("not to be copied")
+    return path
+
+
+def plan_with(directory: Path, manifest: Manifest, config: Path) -> Any:
+    request = Request(str(directory / "out"), copy_config=str(config))
+    return plan_export(reader_of(directory, manifest), request)
+
+
+def test_b192_config_and_tokenizer_are_copied(tmp_path: Path) -> None:
+    manifest = make_set(tmp_path, {"model/embed_tokens.weight": torch.ones(9, 2)})
+    plan = plan_with(tmp_path, manifest, config_directory(tmp_path / "c", vocab_size=9))
+    assert plan.warnings == []
+    consolidate(plan)
+    assert sorted(os.listdir(tmp_path / "out")) == [
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+    ]
+    with pytest.raises(UsageError, match=r"config\.json"):
+        plan_with(tmp_path, manifest, tmp_path)
+
+
+@pytest.mark.parametrize("said", [0, 8])
+def test_b107_a_wrong_vocabulary_size_is_reported(tmp_path: Path, said: int) -> None:
+    manifest = make_set(tmp_path, {"model/transformer.wte.weight": torch.ones(9, 2)})
+    plan = plan_with(tmp_path, manifest, config_directory(tmp_path / "c", vocab_size=said))
+    assert len(plan.warnings) == 1 and "9 rows" in plan.warnings[0]
+
+
+def test_b22_b23_heads_are_tied_only_where_they_are_equal(tmp_path: Path) -> None:
+    embedding = torch.randn(9, 2)
+    config = config_directory(tmp_path / "c", vocab_size=9, tie_word_embeddings=True)
+    names = ("model/model.embed_tokens.weight", "model/lm_head.weight")
+    equal = make_set(tmp_path, dict.fromkeys(names, embedding))
+    plan = plan_with(tmp_path, equal, config)
+    assert [tensor.name for tensor in plan.view.tensors] == ["model.embed_tokens.weight"]
+    assert plan.view.aliases == {"lm_head.weight": "model.embed_tokens.weight"}
+    apart = make_set(tmp_path, dict(zip(names, (embedding, embedding + 1), strict=True)), serial=2)
+    plan = plan_with(tmp_path, apart, config)
+    assert len(plan.view.tensors) == 2 and "DIFFER" in plan.warnings[0]
+
+
+def test_b245_from_pretrained_loads_a_tied_model(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.T5Config(
+        vocab_size=40,
+        d_model=8,
+        d_kv=4,
+        d_ff=16,
+        num_layers=2,
+        num_heads=2,
+        decoder_start_token_id=0,
+    )
+    torch.manual_seed(1)
+    model = transformers.T5ForConditionalGeneration(config)
+    config.save_pretrained(tmp_path / "config")
+    named = dict(model.named_parameters())  # each tensor once
+    every = dict(model.named_parameters(remove_duplicate=False))
+    aliases = {
+        alias: next(name for name, other in named.items() if other is value)
+        for alias, value in every.items()
+        if alias not in named
+    }
+    assert len(aliases) >= 2
+    manifest = make_set(
+        tmp_path,
+        {f"master/{name}": value.detach() for name, value in named.items()},
+        cut="flat",
+        world_size=3,
+        aliases=aliases,
+    )
+    request = Request(
+        str(tmp_path / "hf"), copy_config=str(tmp_path / "config"), max_shard_nbytes=4000
+    )
+    plan = plan_export(reader_of(tmp_path, manifest), request)
+    assert plan.warnings == []
+    consolidate(plan)
+    loaded, report = transformers.T5ForConditionalGeneration.from_pretrained(
+        tmp_path / "hf", output_loading_info=True
+    )
+    assert not report["missing_keys"] and not report["unexpected_keys"]
+    want = model.state_dict()
+    assert all(same(value, want[name]) for name, value in loaded.state_dict().items())
+
+
+def test_the_view_needs_no_bytes(tmp_path: Path) -> None:
+    """A plan reads headers only: it is quick for a set of any size."""
+    manifest = make_set(tmp_path, {"model/w": torch.ones(8)}, world_size=2)
+    for ref in manifest.shards:
+        path = tmp_path / ref.path
+        data = path.read_bytes()
+        path.write_bytes(data[: ref.header_nbytes] + bytes(len(data) - ref.header_nbytes))
+    view = ModelView(reader_of(tmp_path, manifest), Selection())
+    assert [tensor.name for tensor in view.tensors] == ["w"]
+    with pytest.raises(ShardError):
+        list(view.stream(view.tensors))
+    assert TensorStream is not None and (tmp_path / manifest.id.dirname / MANIFEST).exists()
