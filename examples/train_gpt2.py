@@ -101,8 +101,8 @@ def make_engine(args: argparse.Namespace) -> Any:
         model_parameters=model.parameters(),
         config={
             "train_micro_batch_size_per_gpu": args.batch,
-            "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
-            "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 20}},
+            "optimizer": {"type": "AdamW", "params": {"lr": 5e-4, "torch_adam": True}},
+            "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 10}},
             "gradient_clipping": 1.0,
             "zero_optimization": {"stage": args.stage},
             "steps_per_print": 10**9,

@@ -1,4 +1,4 @@
-"""Fails if a test marked ``root`` was skipped, according to pytest's junit report.
+"""Fails if a test marked ``root`` (and no more) was skipped, according to pytest's junit report.
 
 tests/conftest.py records the marker as a property of each test case.
 """
@@ -13,8 +13,8 @@ def main(path: str) -> int:
     ran, skipped = 0, []
     for case in ET.parse(path).getroot().iter("testcase"):
         markers = {p.get("value") for p in case.iter("property") if p.get("name") == "marker"}
-        if "root" not in markers:
-            continue
+        if "root" not in markers or markers & {"gpu", "slow"}:
+            continue  # those may be skipped for other reasons
         if case.find("skipped") is not None:
             skipped.append(f"{case.get('classname')}::{case.get('name')}")
         else:

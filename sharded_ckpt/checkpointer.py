@@ -27,7 +27,6 @@ from sharded_ckpt.group import group_from_torch
 from sharded_ckpt.handle import LoadResult, SaveHandle
 from sharded_ckpt.keep import Committed, Keep
 from sharded_ckpt.loader import Loader
-from sharded_ckpt.manifest import Manifest
 from sharded_ckpt.opening import open_directory
 from sharded_ckpt.pending import PendingSaves
 from sharded_ckpt.policy import SaveEvery
@@ -126,6 +125,7 @@ class ShardedCheckpointer:
         self._coordinator: Coordinator | None = None
         self._pending = PendingSaves(max_failures)
         self._calls = 0
+        self._prepared = False
 
         callbacks = [on_event] if callable(on_event) else list(on_event)
         self._emitter = Emitter(callbacks)
@@ -190,6 +190,7 @@ class ShardedCheckpointer:
         when rank 0 does not announce within the deadline.
         """
         self._check_open()
+        self._prepare_staging()
         return self._schedule.due(step)
 
     def install_signal_handlers(self) -> None:
@@ -390,13 +391,6 @@ class ShardedCheckpointer:
 
         install(self, engine)
 
-    def _step_of_tag(self, tag: str) -> int | None:
-        """The newest committed step that was saved under DeepSpeed's ``tag``."""
-        for id, manifest in reader.candidates(self._store):
-            if isinstance(manifest, Manifest) and manifest.state.get("tag") == tag:
-                return id.step
-        return None
-
     def _committed(self) -> list[Committed]:
         return retention.readable_sets(self._store)
 
@@ -407,6 +401,17 @@ class ShardedCheckpointer:
         return found[0]
 
     # -- inside ------------------------------------------------------------------------------
+
+    def _prepare_staging(self) -> None:
+        """Allocates staging memory in the background, so that the first save finds it ready."""
+        if self._prepared or self._read_only:
+            return
+        self._prepared = True
+        try:
+            slices = self._source.slices()
+        except CheckpointError:
+            return  # not a moment to save, so none to measure; the save itself allocates
+        self._pool.prepare(slices)
 
     def _started_saver(self) -> Saver:
         if self._saver is None:

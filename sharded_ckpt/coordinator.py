@@ -281,7 +281,9 @@ class Coordinator:
             left_s = attempt.deadline - time.monotonic()
             keys = [ballot.vote_key(rank) for rank in missing]
             try:
-                got = self._group.collect(keys, max(0.0, min(look_s, left_s)), ballot.no_key)
+                got = self._group.collect(
+                    keys, max(0.0, min(look_s, left_s)), ballot.no_key, patience_s=left_s
+                )
             except GroupError as e:
                 raise _Stop(Outcome.TIMEOUT, f"the votes on step {ballot.step}: {e}", 0) from e
             if got.stop is not None:

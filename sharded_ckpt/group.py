@@ -29,6 +29,7 @@ PART_NBYTES = 4 << 20  # a TCPStore drops the connection at a value above 8 MiB
 BATCH_KEYS = 64
 OP_TIMEOUT_S = 60.0  # for one request that should be answered at once
 _FIRST_PAUSE_S = 0.001
+_LAST_ANSWER_S = 2.0  # for a request that is on its way when the deadline comes
 _WHOLE, _PARTS = b"w", b"p"  # first byte of a stored value
 
 
@@ -62,9 +63,18 @@ class Group(Protocol):
         """The value of ``key``, once some rank has published it."""
 
     def collect(
-        self, keys: Sequence[str], timeout_s: float, stop_key: str | None = None
+        self,
+        keys: Sequence[str],
+        timeout_s: float,
+        stop_key: str | None = None,
+        *,
+        patience_s: float = 0.0,
     ) -> Collected:
-        """The values of all ``keys``, or of those that came until the deadline or ``stop_key``."""
+        """The values of all ``keys``, or of those that came until the deadline or ``stop_key``.
+
+        ``patience_s`` is how long the store itself may take to answer, where that is longer than
+        ``timeout_s``: a busy host is not a dead one.
+        """
 
     def gather(self, key: str, data: bytes, timeout_s: float) -> list[bytes]:
         """On rank 0 the data of every rank, in rank order; elsewhere an empty list, at once."""
@@ -161,16 +171,22 @@ class _KeyValueGroup:
         return value
 
     def collect(
-        self, keys: Sequence[str], timeout_s: float, stop_key: str | None = None
+        self,
+        keys: Sequence[str],
+        timeout_s: float,
+        stop_key: str | None = None,
+        *,
+        patience_s: float = 0.0,
     ) -> Collected:
         # In order and by batches: requests grow with the number of keys, not with its square.
         deadline = time.monotonic() + timeout_s
+        patient_until = time.monotonic() + patience_s
         values: list[bytes | None] = []
         for first in range(0, len(keys), BATCH_KEYS):
             batch = keys[first : first + BATCH_KEYS]
             for pause_s in self._pauses(deadline):
                 # An answer that is already on its way is worth waiting for a little.
-                left_s = max(1.0, deadline - time.monotonic())
+                left_s = max(_LAST_ANSWER_S, max(deadline, patient_until) - time.monotonic())
                 if stop_key is not None and self._has([stop_key], left_s):
                     found = values + self._present(keys[first:])
                     return Collected(found, self._values([stop_key], left_s)[0])

@@ -297,7 +297,9 @@ class Saver:
             )
         if (no := self._write_group.peek(save.ballot.no_key)) is not None:
             other = Vote.from_bytes(no)
-            raise SaveAborted(other.cause or "another rank failed", step=save.step, rank=other.rank)
+            raise SaveAborted(
+                other.cause or "another rank failed", step=save.step, rank=other.failed_rank
+            )
 
     def _let_go(self, save: RankSave) -> None:
         """Gives the staging buffer back; the engine has stopped using it when this returns."""
@@ -338,7 +340,8 @@ class Saver:
             verdict = self._verdict_of(save)
             error = verdict.as_error()
         except CheckpointError as problem:
-            error = problem
+            # Of two failures this rank's own says more: why it never got as far as a verdict.
+            error = save.error or problem
         save.written.wait()
         if error is None:
             self._committed(save)

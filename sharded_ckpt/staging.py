@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from sharded_ckpt.device import CopyStream, Mark, host_bytes, stream_for
 from sharded_ckpt.engine import Arena, Engine, Job
 from sharded_ckpt.errors import CheckpointError, SaveTimeout, UsageError
-from sharded_ckpt.shard import ShardPlan
+from sharded_ckpt.shard import CHUNK_NBYTES, ShardPlan
 from sharded_ckpt.slices import Slice
 
 if TYPE_CHECKING:
@@ -151,16 +151,31 @@ class StagingPool:
                 f"{len(self._buffers)} buffers of two {chunk_nbytes}-byte chunks need {need}"
             )
 
-    def prepare(self, plan: ShardPlan, *, device: bool) -> None:
-        """Allocates every buffer for shards like ``plan``, ahead of the first save."""
-        for _ in self._buffers:
-            buffer = self.acquire(timeout_s=0)
-            if buffer is None:
-                return
-            try:
-                self._fit(buffer, plan, device)
-            finally:
-                self.release(buffer)
+    def prepare(self, slices: Sequence[Slice]) -> threading.Thread:
+        """Allocates every buffer for a shard of these slices, in a thread that it returns.
+
+        Touching fresh memory costs more than copying into it. One chunk is added for what a save
+        brings besides (generators, client state).
+        """
+        device = any(self._stream_of(item.tensor) is not None for item in slices if not item.eager)
+        sizes = [item.tensor.numel() * item.tensor.element_size() for item in slices]
+        nbytes = sum(sizes) + CHUNK_NBYTES
+
+        def allocate() -> None:
+            for _ in self._buffers:
+                buffer = self.acquire(timeout_s=0)
+                if buffer is None:
+                    return
+                try:
+                    self._fit(buffer, nbytes, CHUNK_NBYTES, device)
+                except CheckpointError as error:
+                    log.debug("staging memory is left to the first save: %s", error)
+                finally:
+                    self.release(buffer)
+
+        thread = threading.Thread(target=allocate, name="sharded_ckpt-prepare", daemon=True)
+        thread.start()
+        return thread
 
     def acquire(self, timeout_s: float) -> Buffer | None:
         """A free buffer, now in state STAGING, or ``None`` when none gets free in time."""
@@ -203,7 +218,7 @@ class StagingPool:
                 stream = of_tensor
             sources.append(tensor)
             addresses.append((0 if of_tensor is not None else tensor.data_ptr(), nbytes))
-        self._fit(buffer, plan, device=stream is not None)
+        self._fit(buffer, plan.data_nbytes, plan.chunk_nbytes, device=stream is not None)
         assert buffer.arena is not None
         job = self._engine.start(buffer.arena, addresses, chunk_nbytes=plan.chunk_nbytes)
         reads_live_host = any(
@@ -238,10 +253,7 @@ class StagingPool:
 
     def close(self) -> None:
         for buffer in self._buffers:
-            if buffer.locked and buffer.arena is not None:
-                stream = self._forced_stream or next(s for s in self._streams.values() if s)
-                stream.page_unlock(buffer.arena.address)
-            buffer.locked = False
+            self._unlock(buffer)
             buffer.arena = None
 
     def _stream_of(self, tensor: torch.Tensor) -> CopyStream | None:
@@ -252,23 +264,26 @@ class StagingPool:
             self._streams[key] = stream_for(tensor.device)
         return self._streams[key]
 
-    def _fit(self, buffer: Buffer, plan: ShardPlan, device: bool) -> None:
-        wanted = max(plan.data_nbytes, 1)
+    def _fit(self, buffer: Buffer, nbytes: int, chunk_nbytes: int, device: bool) -> None:
+        wanted = max(nbytes, 1)
         if self._limit is not None and wanted > self._limit:
-            wanted = self._limit // plan.chunk_nbytes * plan.chunk_nbytes
+            wanted = self._limit // chunk_nbytes * chunk_nbytes
         if buffer.arena is None or buffer.arena.nbytes < wanted:
             self._unlock(buffer)
             buffer.arena = None  # freed first: two arenas at once would break the memory bound
             buffer.arena = self._engine.arena(wanted)
         if device and not buffer.locked:
-            stream = self._forced_stream or next(s for s in self._streams.values() if s)
-            stream.page_lock(buffer.arena.address, buffer.arena.nbytes)
+            self._locker().page_lock(buffer.arena.address, buffer.arena.nbytes)
             buffer.locked = True
+
+    def _locker(self) -> CopyStream:
+        if self._forced_stream is not None:
+            return self._forced_stream
+        return next(s for s in self._streams.values() if s is not None)
 
     def _unlock(self, buffer: Buffer) -> None:
         if buffer.locked and buffer.arena is not None:
-            stream = self._forced_stream or next(s for s in self._streams.values() if s)
-            stream.page_unlock(buffer.arena.address)
+            self._locker().page_unlock(buffer.arena.address)
             buffer.locked = False
 
 

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import random
 import subprocess
 import sys
-from pathlib import Path
 
 import google_crc32c
 import pytest
 
 from sharded_ckpt import checksum
-
-ROOT = Path(__file__).resolve().parent.parent
 
 # RFC 3720, B.4: the check value, and 32 bytes of zeros, of ones, and counting up.
 VECTORS = [
@@ -116,8 +114,7 @@ def test_the_environment_forces_the_python_implementation() -> None:
     )
     done = subprocess.run(
         [sys.executable, "-c", code],
-        cwd=ROOT,
-        env={checksum.NO_EXTENSION: "1"},
+        env={checksum.NO_EXTENSION: "1", "PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,
         timeout=60,

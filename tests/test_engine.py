@@ -23,7 +23,6 @@ from sharded_ckpt.engine import Engine, Job, Written, select_engine
 from sharded_ckpt.engine_python_job import SLOT_TRANSITIONS, SlotState
 from sharded_ckpt.errors import ClosedError, StoreError, UsageError
 
-ROOT = Path(__file__).resolve().parent.parent
 KINDS = ("native", "python")
 HEADER = b"h" * 100 + b"0" * 3900 + b"t" * 96  # 4096 bytes; digits start at byte 100
 CRC_POS = 100
@@ -390,10 +389,10 @@ def test_a_full_disk_is_found_before_anything_is_written(tmp_path: Path, kind: s
 
 
 def run_script(code: str, *args: str) -> str:
-    head = f"import sys; sys.path.insert(0, {str(ROOT / 'tests')!r})\nfrom test_engine import *\n"
+    """Output of ``code`` in a process of its own, with this module's names."""
     done = subprocess.run(
-        [sys.executable, "-c", head + code, *args],
-        cwd=ROOT,
+        [sys.executable, "-c", f"from {__name__} import *\n{code}", *args],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,
         timeout=60,

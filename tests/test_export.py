@@ -22,8 +22,6 @@ from sharded_ckpt.errors import ShardError, StateMismatch, UsageError
 from sharded_ckpt.export import ModelView, Request, Selection, consolidate, plan_export
 from sharded_ckpt.export import orbax as orbax_export
 from sharded_ckpt.export.cast import cast_into
-from sharded_ckpt.export.stream import TensorStream
-from sharded_ckpt.layout import MANIFEST
 from sharded_ckpt.manifest import Manifest
 from sharded_ckpt.reader import ShardReader
 from sharded_ckpt.store import LocalStore
@@ -269,7 +267,7 @@ def test_a_torch_file_holds_every_dtype_and_shape(tmp_path: Path) -> None:
         "model/double": torch.randn(2, 0, 4).double(),
         "model/f8": torch.randn(5).to(torch.float8_e4m3fn),
         "model/f8b": torch.randn(5).to(torch.float8_e5m2),
-        "model/u16": torch.arange(7, dtype=torch.uint16),
+        "model/u16": torch.arange(7).to(torch.uint16),
         "model/u64": torch.arange(7).to(torch.uint64),
         "model/i8": torch.arange(-3, 4, dtype=torch.int8),
         "model/bool": torch.tensor([[True], [False]]),
@@ -514,4 +512,3 @@ def test_the_view_needs_no_bytes(tmp_path: Path) -> None:
     assert [tensor.name for tensor in view.tensors] == ["w"]
     with pytest.raises(ShardError):
         list(view.stream(view.tensors))
-    assert TensorStream is not None and (tmp_path / manifest.id.dirname / MANIFEST).exists()

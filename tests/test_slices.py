@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from sharded_ckpt.errors import UsageError
 from sharded_ckpt.slices import Box, Entry, Region, Run, Shape, check_region, common, runs, whole
 
-SHAPES = st.lists(st.integers(0, 5), max_size=4).map(tuple)
+SHAPES = st.lists(st.integers(0, 5) | st.integers(2, 5), max_size=4).map(tuple)
 
 
 @st.composite
@@ -54,6 +54,21 @@ def test_common_is_the_intersection(data: st.DataObject, shape: Shape) -> None:
     left = [i for at, _, n in spans for i in in_a[at : at + n]]
     right = [i for _, at, n in spans for i in in_b[at : at + n]]
     assert left == right == sorted(set(in_a) & set(in_b))
+
+
+def test_common_of_all_pairs_of_regions() -> None:
+    """Drawn regions are mostly small and apart; here every case of a small tensor is tried."""
+    shape = (3, 3)
+    edges = [(o, n) for o in range(4) for n in range(4 - o)]
+    every: list[Region] = [Run(s, n) for s in range(9) for n in range(1, 10 - s)]
+    every += [Box((a, b), (n, m)) for a, n in edges for b, m in edges if n and m]
+    held = {region: elements(region, shape) for region in every}
+    for a in every:
+        for b in every:
+            spans = list(common(a, b, shape))
+            left = [i for at, _, n in spans for i in held[a][at : at + n]]
+            right = [i for _, at, n in spans for i in held[b][at : at + n]]
+            assert left == right == sorted(set(held[a]) & set(held[b])), (a, b)
 
 
 @pytest.mark.parametrize(

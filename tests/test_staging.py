@@ -55,10 +55,10 @@ def test_arenas_are_allocated_once_and_bounded(engine: Any) -> None:
     tensors = [a_slice(f"model/{i}", torch.full((CHUNK_NBYTES,), float(i))) for i in range(4)]
     plan = plan_shard([s.entry for s in tensors])
     pool = StagingPool(engine, buffers=2, staging_nbytes=6 * CHUNK_NBYTES)
-    pool.prepare(plan, device=False)
-    assert pool.nbytes <= 6 * CHUNK_NBYTES < plan.data_nbytes
+    pool.prepare(tensors).join(30)
+    assert 0 < pool.nbytes <= 6 * CHUNK_NBYTES < plan.data_nbytes
     before = [b.arena.address for b in pool._buffers if b.arena]
-    pool.prepare(plan, device=False)
+    pool.prepare(tensors).join(30)
     assert [b.arena.address for b in pool._buffers if b.arena] == before
 
 

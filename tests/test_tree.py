@@ -211,6 +211,12 @@ def test_other_types_are_refused_with_the_path(value: Any, says: str) -> None:
     assert isinstance(caught.value, TypeError)
 
 
+def test_keys_that_no_file_can_hold_are_refused() -> None:
+    for key in ("\ud800", (1, "\udfff")):
+        with pytest.raises(StateTypeError, match="surrogate"):
+            tree.encode({key: 1}, path="p", prefix="")
+
+
 def test_keys_that_are_tensors_and_cycles_and_depth_are_refused() -> None:
     with pytest.raises(StateTypeError, match="key holds a tensor"):
         tree.encode({torch.zeros(1): 1}, path="p", prefix="")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -13,7 +12,7 @@ from sharded_ckpt.export import hf_config, orbax, safetensors, torch_file
 from sharded_ckpt.export.stream import WINDOW_NBYTES
 from sharded_ckpt.export.weights import ModelView, Selection
 from sharded_ckpt.reader import ShardReader
-from sharded_ckpt.store_output import check_space, check_target
+from sharded_ckpt.store_output import check_space, check_target, resident_nbytes
 
 Format = Literal["safetensors", "torch", "orbax"]
 
@@ -50,10 +49,10 @@ class ExportPlan:
     @property
     def peak_memory_nbytes(self) -> int:
         """Estimate of the most memory the run will have: what is there now and what it adds."""
-        now = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        now = resident_nbytes()
         largest = max((tensor.numel * 8 for tensor in self.view.tensors), default=0)
         buffers = 2 * min(WINDOW_NBYTES, max(self.nbytes, largest))
-        chunks = 6 * orbax.CHUNK_NBYTES if self.request.format == "orbax" else 0
+        chunks = 12 * orbax.CHUNK_NBYTES if self.request.format == "orbax" else 0
         return now + buffers + chunks + _OVERHEAD_NBYTES
 
 

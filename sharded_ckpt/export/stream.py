@@ -114,6 +114,7 @@ class TensorStream:
             for index, start, end in window:
                 places.append(_Place(tensors[index], start, end, at))
                 at += -(-(end - start) * widths[index] // 8) * 8
+            assert at <= size, "a window is larger than its buffers"
             self._read(places, source, target)
             for (index, start, end), place in zip(window, places, strict=True):
                 length = (end - start) * dtypes.by_name(place.tensor.dtype).itemsize

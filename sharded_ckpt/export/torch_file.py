@@ -81,7 +81,7 @@ def _tensor(tensor: Exported, number: int) -> bytes:
     numel = tensor.numel if typed else tensor.nbytes
     storage = _tuple(
         _text("storage"),
-        _global("torch", typed or "UntypedStorage"),
+        _global("torch", typed) if typed else _global("torch.storage", "UntypedStorage"),
         _text(str(number)),
         _text("cpu"),
         _integer(numel),

@@ -10,7 +10,9 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
+from sharded_ckpt import reader
 from sharded_ckpt.errors import StepNotFound, UnsupportedError, UsageError
+from sharded_ckpt.manifest import Manifest
 
 if TYPE_CHECKING:
     from sharded_ckpt.checkpointer import ShardedCheckpointer
@@ -92,7 +94,7 @@ def _check_directory(ckpt: ShardedCheckpointer, call: str, directory: str) -> No
 
 
 def _step_of_tag(ckpt: ShardedCheckpointer, tag: str) -> int:
-    step = ckpt._step_of_tag(tag)
-    if step is None:
-        raise StepNotFound(f"no committed step in {ckpt.directory} was saved with tag {tag!r}")
-    return step
+    for id, manifest in reader.candidates(ckpt._store):
+        if isinstance(manifest, Manifest) and manifest.state.get("tag") == tag:
+            return id.step
+    raise StepNotFound(f"no committed step in {ckpt.directory} was saved with tag {tag!r}")

@@ -22,7 +22,7 @@ from sharded_ckpt.slices import Entry, Run, Slice
 from sharded_ckpt.sources import common, ds_state
 from sharded_ckpt.sources.base import Parts, State
 from sharded_ckpt.sources.ds_fill import Filling, cut
-from sharded_ckpt.sources.ds_model import EngineModel, Replicas, expert_groups, is_expert
+from sharded_ckpt.sources.ds_model import EngineModel, Replicas, expert_groups
 from sharded_ckpt.sources.ds_refusals import refuse
 from sharded_ckpt.sources.ds_weights import is_cast
 from sharded_ckpt.sources.ds_wrappers import Flat, Piece, Wrapper, wrap
@@ -82,20 +82,6 @@ class DeepSpeedSource:
             return True
         held = self._held(model, self._wrapper.flats(model))
         return any(item.replicas is not None and item.replicas.size > 1 for item in held)
-
-    def may_leave(self, name: str) -> bool:
-        """Whether it is no mistake that this rank takes nothing of a saved tensor.
-
-        True where the parameter is known here, so that the ranks which hold parts of it take them,
-        and for what other pipeline stages and other ranks' experts hold.
-        """
-        pipeline = getattr(self.engine, "grid", None)
-        staged = pipeline is not None and pipeline.get_pipe_parallel_world_size() > 1
-        model = EngineModel(self.engine)
-        kind, _, rest = name.partition("/")
-        fqn = rest.rpartition("/")[0] if kind == "optim" else rest
-        known = fqn in {p.fqn for p in model.params} | {fqn for fqn, _ in model.buffers()}
-        return known or staged or (is_expert(fqn) and bool(expert_groups(model.module)))
 
     def aliases(self) -> dict[str, str]:
         return EngineModel(self.engine).aliases()

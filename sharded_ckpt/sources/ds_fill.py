@@ -165,7 +165,8 @@ class Filling:
                 f"it has shape {list(live.shape)} for {list(flat.master.shape)}; use the optimizer "
                 "that was saved, or load(optimizer=False)"
             )
-        for piece in flat.pieces:
+        # A partition that is all padding is still asked for by name, with no elements.
+        for piece in flat.pieces or [Piece(flat.named_after, 0, 0, 0)]:
             if piece.param.fqn in self._states:
                 self._add_piece(f"optim/{piece.param.fqn}/{key}", piece, live)
             else:  # never stepped where it was saved: what a fresh optimizer starts from

@@ -112,11 +112,6 @@ class EngineModel:
         )
 
 
-def is_expert(fqn: str) -> bool:
-    """Whether a global name is that of an expert's tensor."""
-    return _EXPERT.fullmatch(fqn) is not None
-
-
 def expert_groups(module: nn.Module) -> dict[str, int]:
     """``{expert-parallel group: size}`` of the module's mixture-of-experts layers."""
     from deepspeed.utils import groups

@@ -3,7 +3,10 @@
 
 #include "engine.h"
 
+#include <dirent.h>
+
 #include <algorithm>
+#include <atomic>
 #include <memory>
 #include <string>
 #include <thread>
@@ -138,6 +141,53 @@ void DamageIsFound(TempDir& dir) {
   CHECK(status.start == kHeader + 3 * kChunk && status.end == status.start + kChunk);
 }
 
+size_t CountThreads() {
+  size_t count = 0;
+  DIR* tasks = ::opendir("/proc/self/task");
+  CHECK(tasks != nullptr);
+  while (::readdir(tasks) != nullptr) ++count;
+  ::closedir(tasks);
+  return count;
+}
+
+// Chunks 0 and 1 are damaged, and the slow one of them is read by one thread until the other
+// thread has reported and ended. Chunk 0 must be reported either way.
+std::atomic<int> g_reading{0};
+off_t g_slow = 0;
+size_t g_threads_before = 0;
+
+ssize_t OneIsSlow(int fd, void* data, size_t nbytes, off_t offset) {
+  ++g_reading;
+  for (int tries = 0; tries < 10'000; ++tries) {
+    const bool both = g_reading == 2;
+    if (both && (offset != g_slow || CountThreads() == g_threads_before + 1)) break;
+    ::usleep(1000);
+  }
+  return RealSyscalls().pread(fd, data, nbytes, offset);
+}
+
+void TheFirstDamageIsReported(TempDir& dir) {
+  const std::string data = RandomBytes(11, 2 * kChunk);
+  const std::string path = dir.NewPath();
+  std::string file = std::string(kHeader, 'h') + data;
+  file[kHeader] ^= 1;
+  file[kHeader + kChunk] ^= 1;
+  std::ofstream(path, std::ios::binary) << file;
+  Syscalls slow = RealSyscalls();
+  slow.pread = OneIsSlow;
+  SetSyscalls(&slow);
+  for (uint64_t chunk : {0, 1}) {
+    g_reading = 0;
+    g_slow = static_cast<off_t>(kHeader + chunk * kChunk);
+    g_threads_before = CountThreads();
+    std::string whole(data.size(), '\0');
+    const Status status = Read(path, data, {{0, whole.size(), whole.data()}});
+    CHECK(g_reading == 2);
+    CHECK(status.code == Code::kCorrupt && status.start == kHeader);
+  }
+  SetSyscalls(nullptr);
+}
+
 }  // namespace
 }  // namespace sharded_ckpt
 
@@ -148,5 +198,6 @@ int main() {
   CloseUnderWay(dir, false);
   CloseUnderWay(dir, true);
   DamageIsFound(dir);
+  TheFirstDamageIsReported(dir);
   return 0;
 }
