@@ -73,13 +73,13 @@ def capture(
 
 
 def encode(value: Any, path: str) -> tuple[Any, list[Slice]]:
-    """``value`` as a tagged tree, and its tensors as eager slices named ``state/<path>...``.
+    """``value`` as a tagged tree, and its tensors as eager slices named ``state/<path>/...``.
 
     Raises :class:`StateTypeError` naming the key path of a value that cannot be held.
     """
     import torch
 
-    encoded = tree.encode(value, path=path, prefix=PREFIX)
+    encoded = tree.encode(value, path=path, prefix=f"{PREFIX}{path}/")
     slices = []
     for name, item in encoded.tensors.items():
         tensor = torch.from_numpy(np.array(item)) if isinstance(item, np.ndarray) else item

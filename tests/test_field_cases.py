@@ -329,6 +329,7 @@ def test_client_state_and_metrics_come_back(tmp_path: Path) -> None:
         "dtype": torch.bfloat16,
         "raw": b"\x00\xff",
         "scores": [float("inf"), 0.1],
+        "rng": torch.arange(3),  # named as this rank's own generators are
     }
     training = Training()
     with training.open(tmp_path) as ckpt:
@@ -338,6 +339,7 @@ def test_client_state_and_metrics_come_back(tmp_path: Path) -> None:
     assert result.metrics == {"loss": 0.25, "acc": 0.5}
     got = result.client_state
     assert torch.equal(got.pop("weights"), state.pop("weights"))
+    assert torch.equal(got.pop("rng"), state.pop("rng"))
     table = state.pop("table")
     assert got["table"].dtype == table.dtype and np.array_equal(got.pop("table"), table)
     assert got == state
