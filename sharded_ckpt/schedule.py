@@ -6,11 +6,14 @@ clock, and signals that reach a single rank, are decided on rank 0 and announced
 
 from __future__ import annotations
 
+import logging
 import time
 
 from sharded_ckpt.group import Group
 from sharded_ckpt.policy import Progress, SaveEvery
 from sharded_ckpt.preemption import Agreement, Decision, Preemption
+
+log = logging.getLogger(__name__)
 
 
 class Schedule:
@@ -41,6 +44,8 @@ class Schedule:
         if self._preemption is not None:
             self._preemption.announce()
         decision = self._agreement.decide(step, lambda: self._decide(step))
+        if decision.stop and not self.stop:
+            log.warning("stopping after step %d: %s", step, decision.reason)
         self.stop = self.stop or decision.stop
         return decision.save
 
@@ -68,7 +73,8 @@ class Schedule:
 
     def _decide(self, step: int) -> Decision:
         if self._preemption is not None and self._preemption.requested():
-            return Decision(save=True, stop=True, reason="preempted")
+            # One save for one preemption; the loop may take a few more steps before it stops.
+            return Decision(save=not self.stop, stop=True, reason=self._preemption.reason)
         due = self._policy is not None and self._policy.due(step, self._progress())
         return Decision(save=due, stop=False, reason="due" if due else "")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -39,10 +38,9 @@ def run(capsys: pytest.CaptureFixture[str]) -> Any:
     return call
 
 
-def process(*args: object, **options: Any) -> subprocess.CompletedProcess[str]:
+def process(*args: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "sharded_ckpt", *map(str, args)]
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=env, **options)
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300)
 
 
 def corrupt(path: Path, position: int) -> None:
@@ -224,12 +222,19 @@ def test_b131_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
     manifest = make_set(tmp_path / "c", {"master/w": torch.randn(400_000)}, world_size=2)
     before = {ref.file: (tmp_path / "c" / ref.path).read_bytes() for ref in manifest.shards}
 
-    def small_files() -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, 1_000_000))
-
+    # The limit on file sizes stands for the disk: writes fail in the middle of a tensor.
+    limited = (
+        "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (1000000, 1000000));"
+        "from sharded_ckpt.cli import main; sys.exit(main(sys.argv[1:]))"
+    )
     for to in ("safetensors", "torch"):
-        done = process(
-            "consolidate", tmp_path / "c", tmp_path / "out", "--to", to, preexec_fn=small_files
+        arguments = ["consolidate", tmp_path / "c", tmp_path / "out", "--to", to]
+        done = subprocess.run(
+            [sys.executable, "-c", limited, *arguments],
+            capture_output=True,
+            text=True,
+            cwd=ROOT,
+            timeout=300,
         )
         assert done.returncode == 1 and "File too large" in done.stderr, done.stderr
         assert sorted(os.listdir(tmp_path)) == ["c"]

@@ -160,15 +160,33 @@ class DeepSpeedSource:
                 filling.add_buffer(fqn, tensor)
         return filling.slices
 
+    def check_saved(self, rank_state: State, shared_state: State, parts: Parts) -> None:
+        """Raises what :meth:`restore` would, once :meth:`targets` has said what will be filled."""
+        filling = self._pending()
+        if filling.opaque and shared_state["layout"] != self.describe():
+            raise LayoutMismatch(
+                f"optimizer state {filling.opaque[0]} is not one value for each element, so only "
+                f"the layout that saved it can load it: saved {shared_state['layout']}, here "
+                f"{self.describe()}; load on the saved layout, or load(optimizer=False)"
+            )
+        ds_state.check_shared(self.engine, shared_state, parts)
+        if parts.optimizer:
+            filling.check_scalars(rank_state.get("optimizer_scalars", {}))
+        if parts.optimizer or parts.scheduler:
+            self._groups(rank_state, parts)
+        if parts.data and parts.strict:
+            ds_state.check_sampler(self.engine, rank_state.get("data_sampler"))
+
     def restore(self, rank_state: State, shared_state: State, parts: Parts) -> None:
         """See :class:`Source`. What fails on one rank is raised on all of them, none waits."""
-        filling, self._filling = self._filling, None
         failure: Exception | None = None
         with torch.no_grad():
             try:
-                self._take(filling, rank_state, shared_state, parts)
+                self.check_saved(rank_state, shared_state, parts)
+                self._take(self._pending(), rank_state, shared_state, parts)
             except Exception as error:
                 failure = error
+            self._filling = None
             _raise_together(failure, self.rank, self.world_size)
             if parts.weights:
                 # Collective: the other ranks compute with what this one has just loaded.
@@ -179,29 +197,27 @@ class DeepSpeedSource:
 
     # -- parts -------------------------------------------------------------------------------
 
-    def _take(
-        self, filling: Filling | None, rank_state: State, shared_state: State, parts: Parts
-    ) -> None:
-        """Everything of a load that follows the bytes and needs no other rank."""
-        if filling is None:
+    def _pending(self) -> Filling:
+        if self._filling is None:
             raise UsageError("restore() without targets(); call targets() and fill them first")
-        if filling.opaque and shared_state["layout"] != self.describe():
-            raise LayoutMismatch(
-                f"optimizer state {filling.opaque[0]} is not one value for each element, so only "
-                f"the layout that saved it can load it: saved {shared_state['layout']}, here "
-                f"{self.describe()}; load on the saved layout, or load(optimizer=False)"
-            )
-        model = EngineModel(self.engine)
+        return self._filling
+
+    def _groups(self, rank_state: State, parts: Parts) -> list[tuple[State, State]]:
+        saved = rank_state.get("param_groups", [])
+        return ds_state.match_groups(self._wrapper, EngineModel(self.engine), saved, parts)
+
+    def _take(self, filling: Filling, rank_state: State, shared_state: State, parts: Parts) -> None:
+        """Everything of a load that follows the bytes and needs no other rank."""
+        groups = self._groups(rank_state, parts) if parts.optimizer or parts.scheduler else []
         filling.finish()
         ds_state.restore_shared(self.engine, shared_state, parts)
         if parts.optimizer:
             filling.restore_scalars(rank_state.get("optimizer_scalars", {}))
-        if parts.optimizer or parts.scheduler:
-            ds_state.restore_groups(self._wrapper, model, rank_state.get("param_groups", []), parts)
+        ds_state.restore_groups(groups, parts)
         if parts.data:
             ds_state.restore_sampler(self.engine, rank_state.get("data_sampler"))
         if parts.weights:
-            for flat in self._wrapper.flats(model):
+            for flat in self._wrapper.flats(EngineModel(self.engine)):
                 if flat.weights is not None:
                     flat.weights.detach().copy_(flat.master.detach())
             filling.override_weights()

@@ -108,16 +108,26 @@ class Filling:
         for scratch, live in self._overrides:
             apply_override(scratch, live)
 
-    def restore_scalars(self, scalars: Scalars) -> None:
-        """Python values of optimizer state, by parameter; clears state that was not saved at all.
-
-        Raises :class:`StateMismatch` where the live optimizer counts what the step did not save.
-        """
+    def check_scalars(self, scalars: Scalars) -> None:
+        """Raises :class:`StateMismatch` where the optimizer counts what the step did not save."""
         for flat in self._flats:
-            saved = next((scalars[p.fqn] for p in flat.params if p.fqn in scalars), {})
-            named = self._named_scalars[id(flat.master)]
-            has_tensors = any(p.fqn in self._states for p in flat.params)
-            if not saved and not has_tensors:
+            saved = self._scalars_of(flat, scalars)
+            state = self._inner.state.get(flat.master, {})
+            have = common.sort_state(flat.params[0].fqn, state, flat.master.shape)
+            counters = {k for k, t in have.copies.items() if t.ndim == 0} | have.scalars.keys()
+            known = self._named_scalars[id(flat.master)] | saved.keys()
+            if counters - known and (saved or self._has_tensors(flat)):
+                raise StateMismatch(
+                    f"optimizer state {sorted(counters - known)} of {flat.params[0].fqn} is not in "
+                    f"the step, which has {sorted(known)}; use the optimizer that was saved, or "
+                    "load(optimizer=False)"
+                )
+
+    def restore_scalars(self, scalars: Scalars) -> None:
+        """Python values of optimizer state, by parameter; clears state that was not saved."""
+        for flat in self._flats:
+            saved = self._scalars_of(flat, scalars)
+            if not saved and not self._has_tensors(flat):
                 self._inner.state.pop(flat.master, None)
                 continue
             state = self._inner.state[flat.master]
@@ -127,15 +137,13 @@ class Filling:
                     live.fill_(value)
                 else:
                     state[key] = value
-            have = common.sort_state(flat.params[0].fqn, state, flat.master.shape)
-            counters = {k for k, t in have.copies.items() if t.ndim == 0} | have.scalars.keys()
-            missing = counters - named - set(saved)
-            if missing:
-                raise StateMismatch(
-                    f"optimizer state {sorted(missing)} of {flat.params[0].fqn} is not in the "
-                    f"step, which has {sorted(named | set(saved))}; use the optimizer that was "
-                    "saved, or load(optimizer=False)"
-                )
+
+    @staticmethod
+    def _scalars_of(flat: Flat, scalars: Scalars) -> Mapping[str, Any]:
+        return next((scalars[p.fqn] for p in flat.params if p.fqn in scalars), {})
+
+    def _has_tensors(self, flat: Flat) -> bool:
+        return any(p.fqn in self._states for p in flat.params)
 
     # -- one target ----------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from typing import Any
 from sharded_ckpt.errors import StateMismatch, UsageError
 from sharded_ckpt.sources import common
 from sharded_ckpt.sources.base import Parts, State
-from sharded_ckpt.sources.ds_model import EngineModel, Param
+from sharded_ckpt.sources.ds_model import EngineModel
 from sharded_ckpt.sources.ds_wrappers import Flat, Wrapper
 
 _COUNTERS = (
@@ -40,6 +40,7 @@ def capture_shared(engine: Any) -> State:
     """Counters, loss scalers and schedulers: what is equal on all ranks."""
     return {
         "counters": {k: getattr(engine, k) for k in _COUNTERS if hasattr(engine, k)},
+        "optimizer": _inner_class(engine),
         "flags": _simple(engine.optimizer, _FLAGS),
         "loss_scaler": None if _scaler(engine) is None else _simple(_scaler(engine)),
         "grad_scaler": _state_dict(_grad_scaler(engine)),
@@ -58,16 +59,50 @@ def restore_shared(engine: Any, saved: State, parts: Parts) -> None:
     if parts.scheduler:
         for key, value in saved["counters"].items():
             setattr(engine, key, value)
-        _load_state_dict("the lr_scheduler", engine.lr_scheduler, saved["lr_scheduler"])
+        _load_state_dict(engine.lr_scheduler, saved["lr_scheduler"])
         if saved["last_lr"] is not None and hasattr(engine.lr_scheduler, "_last_lr"):
             engine.lr_scheduler._last_lr = list(saved["last_lr"])
     if parts.data:
-        _load_state_dict("the random_ltd scheduler", _random_ltd(engine), saved["random_ltd"])
+        _load_state_dict(_random_ltd(engine), saved["random_ltd"])
     if parts.optimizer:
         for key, value in saved["flags"].items():
             setattr(engine.optimizer, key, value)
-        _restore_scaler(_scaler(engine), saved["loss_scaler"], parts)
-        _load_state_dict("the gradient scaler", _grad_scaler(engine), saved["grad_scaler"])
+        scaler = _scaler(engine)
+        if _is_dynamic(scaler) == _was_dynamic(saved):
+            for key, value in (saved["loss_scaler"] or {}).items():
+                # Stages keep the same scale in objects of different classes.
+                if scaler is not None and key in vars(scaler):
+                    setattr(scaler, key, value)
+        _load_state_dict(_grad_scaler(engine), saved["grad_scaler"])
+
+
+def check_shared(engine: Any, saved: State, parts: Parts) -> None:
+    """Raises :class:`StateMismatch` for what :func:`restore_shared` could not take back."""
+    if not parts.strict:
+        return
+    mine, theirs = _inner_class(engine), saved["optimizer"]
+    if parts.optimizer and mine != theirs:
+        raise StateMismatch(
+            f"the step was saved with optimizer {theirs}, this one is {mine}; "
+            "load(optimizer=False), or strict=False if their state is the same"
+        )
+    if parts.optimizer and _is_dynamic(_scaler(engine)) != _was_dynamic(saved):
+        here, there = ("on", "off") if _is_dynamic(_scaler(engine)) else ("off", "on")
+        raise StateMismatch(
+            f"dynamic loss scaling is {here} here and was {there} in the step; use the precision "
+            "that was saved, or load(strict=False)"
+        )
+    for part, what, live, state in (
+        (parts.scheduler, "lr_scheduler", engine.lr_scheduler, saved["lr_scheduler"]),
+        (parts.data, "random_ltd scheduler", _random_ltd(engine), saved["random_ltd"]),
+        (parts.optimizer, "gradient scaler", _grad_scaler(engine), saved["grad_scaler"]),
+    ):
+        if part and (live is None) != (state is None):
+            here, there = ("no", "one") if live is None else ("a", "none")
+            raise StateMismatch(
+                f"the engine has {here} {what}, the step has {there}; give deepspeed.initialize "
+                "what was saved, or leave it out: scheduler=False, optimizer=False, data=False"
+            )
 
 
 def _simple(obj: Any, names: Sequence[str] | None = None) -> State:
@@ -82,22 +117,18 @@ def _scaler(engine: Any) -> Any:
     return next((scaler for scaler in found if scaler is not None), None)
 
 
-def _restore_scaler(scaler: Any, saved: State | None, parts: Parts) -> None:
-    """Fields that both have: stages keep the same scale in objects of different classes."""
-    live = {} if scaler is None else vars(scaler)
-    dynamic, was_dynamic = (
-        any(bool(fields.get(key)) for key in ("dynamic", "dynamic_loss_scale"))
-        for fields in (live, saved or {})
-    )
-    if dynamic != was_dynamic and parts.strict:
-        raise StateMismatch(
-            f"dynamic loss scaling is {'on' if dynamic else 'off'} here and was "
-            f"{'on' if was_dynamic else 'off'} in the step; use the precision that was saved, or "
-            "load(strict=False)"
-        )
-    for key, value in (saved or {}).items():
-        if key in live and dynamic == was_dynamic:
-            setattr(scaler, key, value)
+def _is_dynamic(scaler: Any) -> bool:
+    fields = {} if scaler is None else vars(scaler)
+    return bool(fields.get("dynamic") or fields.get("dynamic_loss_scale"))
+
+
+def _was_dynamic(saved: State) -> bool:
+    fields = saved["loss_scaler"] or {}
+    return bool(fields.get("dynamic") or fields.get("dynamic_loss_scale"))
+
+
+def _inner_class(engine: Any) -> str:
+    return type(getattr(engine.optimizer, "optimizer", engine.optimizer)).__name__
 
 
 def _grad_scaler(engine: Any) -> Any:
@@ -114,14 +145,8 @@ def _state_dict(obj: Any) -> Any:
     return None if obj is None else copy.deepcopy(obj.state_dict())
 
 
-def _load_state_dict(what: str, obj: Any, saved: Any) -> None:
-    if (obj is None) != (saved is None):
-        here, there = ("none", "one") if obj is None else ("one", "none")
-        raise StateMismatch(
-            f"{what}: the engine has {here}, the step has {there}; give deepspeed.initialize what "
-            "was saved, or leave this part out: load(scheduler=False), optimizer=False, data=False"
-        )
-    if obj is not None:
+def _load_state_dict(obj: Any, saved: Any) -> None:
+    if obj is not None and saved is not None:
         obj.load_state_dict(copy.deepcopy(saved))
 
 
@@ -144,40 +169,34 @@ def capture_rank(engine: Any, wrapper: Wrapper, model: EngineModel, flats: list[
     }
 
 
-def restore_groups(
+def match_groups(
     wrapper: Wrapper, model: EngineModel, saved: Sequence[State], parts: Parts
-) -> None:
-    """Hyper-parameters of the optimizer's groups, matched by the names of their parameters.
+) -> list[tuple[State, State]]:
+    """Live groups of the optimizer with their saved ones, matched by the names of parameters.
 
-    Groups are written in place, so that schedulers keep pointing at them. Raises
-    :class:`StateMismatch` with the differing names.
+    Raises :class:`StateMismatch` with the differing names.
     """
     here = {p.fqn for p in model.params}
     # A step of a pipeline may name parameters of other stages.
     known = [{**g, "params": [n for n in g["params"] if n in here]} for g in saved]
     known = [g for g in known if g["params"]]
-    groups = [
-        _GroupOfParams(*pair)
-        for pair in zip(wrapper.inner.param_groups, wrapper.groups(model), strict=True)
-    ]
-    groups = [g for g in groups if g.names]
-    matched = common.match_groups([g.names for g in groups], known, strict=parts.strict)
+    pairs = zip(wrapper.inner.param_groups, wrapper.groups(model), strict=True)
+    live = [(options, [p.fqn for p in params]) for options, params in pairs if params]
+    matched = common.match_groups([names for _, names in live], known, strict=parts.strict)
+    return [(options, group) for (options, _), group in zip(live, matched, strict=True)]
+
+
+def restore_groups(groups: Sequence[tuple[State, State]], parts: Parts) -> None:
+    """Hyper-parameters of matched groups, in place, so that schedulers keep pointing at them."""
 
     def wanted(key: str) -> bool:
         return parts.scheduler if key in _SCHEDULED else parts.optimizer
 
     chosen = [
-        {**g, "options": {k: v for k, v in g["options"].items() if wanted(k)}} for g in matched
+        {**group, "options": {k: v for k, v in group["options"].items() if wanted(k)}}
+        for _, group in groups
     ]
-    common.restore_groups([g.options for g in groups], chosen)
-
-
-class _GroupOfParams:
-    """A live group of the inner optimizer and the names of what it trains."""
-
-    def __init__(self, options: dict[str, Any], params: Sequence[Param]) -> None:
-        self.options = options
-        self.names = [p.fqn for p in params]
+    common.restore_groups([options for options, _ in groups], chosen)
 
 
 def _sampler(engine: Any) -> Any:
@@ -201,16 +220,20 @@ def _sampler_state(engine: Any) -> State | None:
 def restore_sampler(engine: Any, saved: State | None) -> None:
     """Position and generator of a curriculum data sampler."""
     sampler = _sampler(engine)
-    if (sampler is None) != (saved is None):
-        here, there = ("no", "a") if sampler is None else ("a", "no")
-        raise StateMismatch(
-            f"the engine has {here} curriculum data sampler, the step has {there} state for one; "
-            "use the data_efficiency config that was saved, or load(data=False)"
-        )
     if sampler is not None and saved is not None:
         sampler.load_state_dict(copy.deepcopy(saved["state"]))
         if saved["rng"] is not None:
             sampler.np_rng.bit_generator.state = saved["rng"]
+
+
+def check_sampler(engine: Any, saved: State | None) -> None:
+    """Raises :class:`StateMismatch` where one of engine and step has a data sampler."""
+    if (_sampler(engine) is None) != (saved is None):
+        here, there = ("no", "a") if saved is not None else ("a", "no")
+        raise StateMismatch(
+            f"the engine has {here} curriculum data sampler, the step has {there} state for one; "
+            "use the data_efficiency config that was saved, or load(data=False)"
+        )
 
 
 def check_boundary(engine: Any) -> None:
