@@ -412,11 +412,13 @@ def test_diff_compares_overrides_by_their_elements(tmp_path: Path, run: Any) -> 
             model_dtypes="BF16",
             overrides={"model/w": [(start, values)]},
         )
-    codes = [
-        run("diff", tmp_path, tmp_path, "--step-a", 1, "--step-b", step, "--bytes")[0]
-        for step in (2, 3, 4)
-    ]
-    assert codes == [0, 1, 1]
+    for step, elements in ((2, None), (3, 1), (4, 5)):
+        code, found, err = run(
+            "diff", tmp_path, tmp_path, "--step-a", 1, "--step-b", step, "--bytes", "--json"
+        )
+        values = {value["name"]: value["elements"] for value in found["values"]}
+        assert values == ({} if elements is None else {"model/w": elements})
+        assert (code, err) == (0 if elements is None else 1, "")
 
 
 # ---- gc, pin

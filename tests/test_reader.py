@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -258,8 +259,12 @@ def test_p1_a_shard_of_another_attempt_is_not_taken(tmp_path: Path, engine: Engi
     one = make_set(tmp_path, {"master/a": torch.zeros(8)}, serial=1, world_size=1)
     other = make_set(tmp_path, {"master/a": torch.ones(8)}, serial=2, world_size=1)
     os.replace(tmp_path / other.shards[0].path, tmp_path / one.shards[0].path)
-    with pytest.raises(ShardError):
+    with pytest.raises(ShardError, match="crc32c"):
         ShardReader(LocalStore(tmp_path), engine, one.id, one).headers()
+    # Even where the manifest's checksums are those of the other file.
+    forged = replace(one, shards=(replace(other.shards[0], directory=one.id.dirname),))
+    with pytest.raises(ShardError, match="another save's file"):
+        ShardReader(LocalStore(tmp_path), engine, one.id, forged).headers()
 
 
 def test_p8_a_linked_shard_is_not_followed(tmp_path: Path, engine: Engine) -> None:
