@@ -1,7 +1,8 @@
 """Export to an object store, restored from there: a moto server on loopback stands for S3.
 
-Orbax 0.12.8 opens ``gs://`` and local paths only: an ``s3://`` path goes to its ``file`` driver. So what it restores here is what a plain copy of the objects gives, and the arrays are read straight
-from the store through tensorstore, as Orbax would.
+Orbax 0.12.8 opens ``gs://`` and local paths only: an ``s3://`` path goes to its ``file`` driver. So
+what it restores here is a plain copy of the objects, and the arrays are also read straight from the
+store through tensorstore, as Orbax would.
 """
 
 from __future__ import annotations
