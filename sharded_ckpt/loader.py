@@ -113,7 +113,7 @@ class Loader:
             error = self._agree(prefix, error)
             if error is None:
                 assert loaded is not None
-                return self._apply(found, loaded, parts)
+                return self._apply(prefix, found, loaded, parts)
             if not (fallback and step is None and isinstance(error, CorruptError)):
                 raise error
             log.error("step %d is damaged, the next older one is tried: %s", found.id.step, error)
@@ -225,8 +225,7 @@ class Loader:
             client_state = tree.decode(found.manifest.client_state, shards.tensor_of(0))
         # Everything that can be refused is refused before a live tensor is touched.
         self._check_stateful(rank_state, found, parts)
-        if hasattr(self._source, "check_saved"):
-            self._source.check_saved(rank_state.get("source", {}), shared_state["source"], parts)
+        self._source.check_saved(rank_state.get("source", {}), shared_state["source"], parts)
         return _Loaded(
             nbytes=shards.fill(reads, [t.tensor for t in targets]),
             tensors=len(targets),
@@ -260,9 +259,21 @@ class Loader:
 
     # -- taking state back -------------------------------------------------------------------
 
-    def _apply(self, found: Found, loaded: _Loaded, parts: Parts) -> LoadResult:
+    def _apply(self, prefix: str, found: Found, loaded: _Loaded, parts: Parts) -> LoadResult:
         manifest, rank_state = found.manifest, loaded.rank_state
-        self._source.restore(rank_state.get("source", {}), loaded.shared_state["source"], parts)
+        failure: CheckpointError | None = None
+        try:
+            self._source.restore(rank_state.get("source", {}), loaded.shared_state["source"], parts)
+        except Exception as error:  # also what a scheduler of the user's raises
+            failure = LoadError(
+                f"the loaded state could not be taken back ({type(error).__name__}: {error}); the "
+                "training objects are partly loaded: load again, or start afresh"
+            )
+            failure.__cause__ = error
+        failure = self._agree(f"{prefix}/restored", failure)
+        if failure is not None:
+            raise failure
+        self._source.refresh(parts)
         if parts.data:
             for name, state in rank_state.get("stateful", {}).items():
                 self._stateful[name].load_state_dict(state)

@@ -24,6 +24,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
+from tests import case_table  # noqa: E402
+
 _CONDITIONAL = ("gpu", "root", "slow")
 _not_run: Counter[str] = Counter()
 
@@ -33,6 +35,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    case_table.collected(items)
     reasons: dict[str, str | None] = {}
     for item in items:
         for marker in _CONDITIONAL:
@@ -63,6 +66,7 @@ def _why_not(marker: str, config: pytest.Config) -> str | None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    case_table.report(terminalreporter)
     for what, count in sorted(_not_run.items()):
         terminalreporter.write_line(f"NOT RUN HERE: {count} tests marked {what}", yellow=True)
 

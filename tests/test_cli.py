@@ -100,6 +100,7 @@ def test_info_tells_what_a_step_holds(tmp_path: Path, run: Any) -> None:
 # ---- paths
 
 
+@pytest.mark.case("B122")
 def test_b122_a_file_where_a_directory_is_expected(tmp_path: Path, run: Any) -> None:
     manifest = make_set(tmp_path, ONE)
     inside = tmp_path / manifest.id.dirname
@@ -109,6 +110,7 @@ def test_b122_a_file_where_a_directory_is_expected(tmp_path: Path, run: Any) -> 
     assert code == 2 and str(tmp_path) in err
 
 
+@pytest.mark.case("B118")
 def test_b118_any_legal_path_works(tmp_path: Path, run: Any) -> None:
     directory = tmp_path / "a b" / "epoch=1-step=2 (x)ü☃"
     directory.parent.mkdir()
@@ -121,6 +123,7 @@ def test_b118_any_legal_path_works(tmp_path: Path, run: Any) -> None:
     assert code == 1 and "step 5 is not committed" in err
 
 
+@pytest.mark.case("B136")
 def test_b136_a_copied_step_is_whole_under_any_name(tmp_path: Path, run: Any) -> None:
     manifest = make_set(tmp_path, ONE)
     (tmp_path / "elsewhere").mkdir()
@@ -152,6 +155,7 @@ def test_p1_verify_names_every_damaged_region(tmp_path: Path, run: Any) -> None:
     assert code == 1 and "DAMAGED" in text and f"bytes {bad['start']} to {bad['end']}" in text
 
 
+@pytest.mark.case("B25", "B217")
 def test_b25_verify_names_empty_tensors_that_should_not_be(tmp_path: Path, run: Any) -> None:
     manifest = make_set(tmp_path, {"model/full": torch.ones(3)}, world_size=2)
     empty = _with_empty_tensor(tmp_path, manifest)
@@ -218,6 +222,7 @@ def test_wrong_usage_exits_with_2(tmp_path: Path, run: Any) -> None:
     assert run("consolidate", tmp_path, "s3://bucket/x")[0] == 2
 
 
+@pytest.mark.case("B131")
 def test_b131_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
     manifest = make_set(tmp_path / "c", {"master/w": torch.randn(400_000)}, world_size=2)
     before = {ref.file: (tmp_path / "c" / ref.path).read_bytes() for ref in manifest.shards}
@@ -242,6 +247,7 @@ def test_b131_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
     assert after == before
 
 
+@pytest.mark.case("B131")
 @pytest.mark.root
 def test_b131_a_file_system_without_room_is_refused_before_a_byte_is_written(
     tmp_path: Path,
@@ -261,6 +267,7 @@ def test_b131_a_file_system_without_room_is_refused_before_a_byte_is_written(
         subprocess.run(["umount", tmp_path / "small"], check=True)
 
 
+@pytest.mark.case("B97")
 def test_the_script_runs_from_anywhere_without_torch(tmp_path: Path) -> None:
     make_set(tmp_path, ONE, model_dtypes="BF16")
     blocked = tmp_path / "blocked"
@@ -350,6 +357,7 @@ def _big_set(directory: Path, rows: list[int]) -> None:
 _ADDED = {"safetensors": 240 * MIB, "torch": 240 * MIB, "orbax": 460 * MIB}
 
 
+@pytest.mark.case("B14", "B17")
 @pytest.mark.parametrize("to", _ADDED)
 def test_b14_b17_memory_of_an_export_is_bounded(tmp_path: Path, to: str) -> None:
     _big_set(tmp_path / "c", [300, 100])  # 400 MiB of masters, 300 MiB in one tensor
@@ -357,6 +365,7 @@ def test_b14_b17_memory_of_an_export_is_bounded(tmp_path: Path, to: str) -> None
     assert after - before <= _ADDED[to], (before / MIB, after / MIB)
 
 
+@pytest.mark.case("B14", "B17")
 @pytest.mark.slow
 @pytest.mark.parametrize("to", ["safetensors", "torch", "orbax"])
 def test_b14_b17_memory_does_not_grow_with_the_model(tmp_path: Path, to: str) -> None:

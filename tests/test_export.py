@@ -98,6 +98,7 @@ def test_casts_round_to_nearest_even_as_torch_does(name: str, dtype: torch.dtype
 # ---- what is exported
 
 
+@pytest.mark.case("B205", "B230")
 @pytest.mark.parametrize("to", LOADERS)
 @pytest.mark.parametrize("cut", CUTS)
 def test_p5_every_cut_gives_the_same_model(tmp_path: Path, cut: str, to: str) -> None:
@@ -168,6 +169,7 @@ def test_windows_of_any_size_give_the_same_bytes(
         assert one.read_bytes() == other.read_bytes()
 
 
+@pytest.mark.case("B110", "B111")
 def test_b110_b111_buffers_and_integers_keep_their_dtype(tmp_path: Path) -> None:
     kept = {
         "mean": torch.tensor([16777217.0, 1e-8], dtype=torch.float64),
@@ -202,6 +204,7 @@ def test_optimizer_state_is_exported_on_request(tmp_path: Path) -> None:
     assert same(got["optim/w/exp_avg"], moment)
 
 
+@pytest.mark.case("B73", "B232", "B233")
 def test_b73_trainable_parameters_alone(tmp_path: Path) -> None:
     manifest = make_set(
         tmp_path,
@@ -247,6 +250,7 @@ def test_large_models_are_cut_into_files_with_an_index(tmp_path: Path) -> None:
         assert all(same(t, saved[f"model/{name}"]) for name, t in tensors.items())
 
 
+@pytest.mark.case("B21")
 def test_b21_tied_names_are_one_tensor_everywhere(tmp_path: Path) -> None:
     saved = torch.randn(6, 2)
     aliases = {"head.weight": "embed.weight", "decoder.weight": "embed.weight"}
@@ -329,6 +333,7 @@ def test_chunks_are_consecutive_runs(shape: tuple[int, ...], limit: int) -> None
 # ---- what cannot be exported
 
 
+@pytest.mark.case("B123")
 def test_b123_missing_shards_are_listed_by_rank(tmp_path: Path) -> None:
     manifest = make_set(tmp_path, {"master/w": torch.ones(64)}, world_size=5)
     for rank in (1, 3):
@@ -338,6 +343,7 @@ def test_b123_missing_shards_are_listed_by_rank(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.case("B230")
 def test_b230_a_hole_is_an_error_that_names_the_tensor(tmp_path: Path) -> None:
     manifest = make_set(
         tmp_path, {"master/w": torch.ones(64), "master/v": torch.ones(1)}, world_size=4

@@ -32,6 +32,7 @@ def plan_with(directory: Path, manifest: Manifest, config: Path) -> Any:
     return plan_export(reader_of(directory, manifest), request)
 
 
+@pytest.mark.case("B192")
 def test_b192_config_and_tokenizer_are_copied(tmp_path: Path) -> None:
     manifest = make_set(tmp_path, {"model/embed_tokens.weight": torch.ones(9, 2)})
     plan = plan_with(tmp_path, manifest, config_directory(tmp_path / "c", vocab_size=9))
@@ -47,6 +48,7 @@ def test_b192_config_and_tokenizer_are_copied(tmp_path: Path) -> None:
         plan_with(tmp_path, manifest, tmp_path)
 
 
+@pytest.mark.case("B107")
 @pytest.mark.parametrize("said", [0, 8])
 def test_b107_a_wrong_vocabulary_size_is_reported(tmp_path: Path, said: int) -> None:
     manifest = make_set(tmp_path, {"model/transformer.wte.weight": torch.ones(9, 2)})
@@ -54,6 +56,7 @@ def test_b107_a_wrong_vocabulary_size_is_reported(tmp_path: Path, said: int) -> 
     assert len(plan.warnings) == 1 and "9 rows" in plan.warnings[0]
 
 
+@pytest.mark.case("B22", "B23")
 def test_b22_b23_heads_are_tied_only_where_they_are_equal(tmp_path: Path) -> None:
     embedding = torch.randn(9, 2)
     config = config_directory(tmp_path / "c", vocab_size=9, tie_word_embeddings=True)
@@ -67,6 +70,7 @@ def test_b22_b23_heads_are_tied_only_where_they_are_equal(tmp_path: Path) -> Non
     assert len(plan.view.tensors) == 2 and "DIFFER" in plan.warnings[0]
 
 
+@pytest.mark.case("B245")
 def test_b245_from_pretrained_loads_a_tied_model(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.T5Config(

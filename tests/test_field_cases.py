@@ -174,6 +174,58 @@ def test_a_group_added_later_and_missing_at_the_load_is_named(tmp_path: Path) ->
         ckpt.load()
 
 
+class Lora(nn.Module):
+    """A frozen base, small trained matrices, and a ``state_dict`` that hides the base."""
+
+    def __init__(self, rank: int = 2) -> None:
+        super().__init__()
+        self.base = nn.Linear(8, 8).requires_grad_(False)
+        self.down, self.up = nn.Linear(8, rank, bias=False), nn.Linear(rank, 8, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        found = super().state_dict(*args, **kwargs)
+        return {n: t for n, t in found.items() if "base" not in n}
+
+
+@case("B68", "B73", "B75", "B233")
+def test_the_best_step_of_a_lora_run_loads_strictly_into_a_fresh_model(tmp_path: Path) -> None:
+    def opened(seed: int) -> tuple[Lora, torch.optim.Optimizer, ShardedCheckpointer]:
+        torch.manual_seed(seed)
+        model = Lora()
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.1)
+        keep = Keep(last=1, best=1, metric="loss")
+        return (
+            model,
+            optimizer,
+            ShardedCheckpointer(model, tmp_path, optimizer=optimizer, keep=keep),
+        )
+
+    model, optimizer, ckpt = opened(1)
+    weights: dict[int, dict[str, torch.Tensor]] = {}
+    with ckpt:
+        for step, loss in ((1, 3.0), (2, 1.0), (3, 2.0)):
+            model(torch.ones(2, 8)).square().mean().backward()
+            optimizer.step()
+            weights[step] = {n: p.detach().clone() for n, p in model.named_parameters()}
+            ckpt.save(step, metrics={"loss": loss}).wait(60)
+    model, optimizer, ckpt = opened(2)
+    with ckpt:
+        best = ckpt.best_step()
+        assert best == 2 and ckpt.load(best).step == 2
+        for name, parameter in model.named_parameters():
+            assert torch.equal(parameter, weights[2][name]), name  # the frozen ones, too
+    # A frozen weight that the step does not hold is no detail: it is named.
+    model.extra = nn.Linear(8, 8).requires_grad_(False)
+    with (
+        ShardedCheckpointer(model, tmp_path, optimizer=optimizer) as ckpt,
+        pytest.raises((StateMismatch, LayoutMismatch), match=r"extra\.weight"),
+    ):
+        ckpt.load()
+
+
 @case("B89", "B239")
 def test_no_pointer_is_needed_and_links_in_the_directory_are_left_alone(tmp_path: Path) -> None:
     first = Training()

@@ -91,6 +91,7 @@ def losses(trainer):
     return {e["step"]: e["loss"] for e in trainer.state.log_history if "loss" in e}
 
 
+@pytest.mark.case("B87", "B88", "B145")
 @pytest.mark.parametrize("stop", [7, 10, 14])
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_p3_a_resumed_trainer_is_bit_identical_to_one_that_never_stopped(

@@ -284,6 +284,7 @@ def test_milestones():
     assert steps(Keep(last=1, at={500}).decide(sets).keep) == [500, 2500]
 
 
+@pytest.mark.case("B35")
 def test_steps_of_an_older_run_do_not_push_out_the_new_runs_first_save():
     # Field case B35: 500..700 are left over; the new run has just saved its step 100.
     old = run_of([500, 600, 700], term=1)
@@ -293,6 +294,7 @@ def test_steps_of_an_older_run_do_not_push_out_the_new_runs_first_save():
     assert steps(Keep(last=1).decide(old + new).keep) == [100]
 
 
+@pytest.mark.case("B212")
 def test_history_is_what_is_on_disk_not_what_this_process_saved():
     # Field case B212: job 1 saved three, job 2 resumed and saved one; the limit counts them all.
     sets = run_of([100, 200, 300], term=1) + run_of([400], term=2)
@@ -305,6 +307,7 @@ def test_after_a_rollback_the_retrained_steps_are_the_newer_ones():
     assert steps(Keep(last=2).decide(sets).keep) == [250, 400]
 
 
+@pytest.mark.case("B216")
 @pytest.mark.parametrize("odd", [None, math.nan, math.inf, -math.inf, "0.1", True])
 @pytest.mark.parametrize("mode", ["min", "max"])
 def test_without_a_usable_metric_nothing_is_best_and_nothing_is_deleted(odd, mode):

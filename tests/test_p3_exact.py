@@ -19,6 +19,13 @@ from tests.dist.launch import launch
 
 WORKER = Path(__file__).parent / "dist" / "p3_worker.py"
 TABLE: dict[str, dict[str, Any]] = {}
+# Reports from the field by group of modes: frozen weights, buffers, prefixes, uneven shards.
+CASES = {
+    "zero-2": ("B73", "B110"),
+    "zero-3": ("B62", "B68", "B73", "B110", "B197"),
+    "torch-2": ("B62", "B76", "B77", "B78", "B110"),
+    "torch-3": ("B62",),
+}
 
 pytestmark = pytest.mark.usefixtures("deepspeed_helper")
 
@@ -28,16 +35,21 @@ def groups() -> Iterator[Any]:
     shared = [f"ds:{n}" for n, m in ds_modes.MODES.items() if not m.own_launch]
     for stage in range(4):
         modes = [m for m in shared if m.startswith(f"ds:z{stage}-")]
-        yield pytest.param(2, modes, id=f"zero-{stage}")
+        yield param(2, modes, f"zero-{stage}")
     own = [(n, m) for n, m in ds_modes.MODES.items() if m.own_launch]
     for kind in ("hpz", "moe", "pipe"):
         for world_size in (2, 4):
             modes = [f"ds:{n}" for n, m in own if kind in n and m.world_size == world_size]
             for label, some in split_moe(modes):
-                yield pytest.param(world_size, some, id=f"{kind}{label}-{world_size}")
+                yield param(world_size, some, f"{kind}{label}-{world_size}")
     for world_size in (1, 2, 3, 4):
         modes = [f"torch:{n}" for n, m in fsdp_modes.MODES.items() if m.world_size == world_size]
-        yield pytest.param(world_size, modes, id=f"torch-{world_size}")
+        yield param(world_size, modes, f"torch-{world_size}")
+
+
+def param(world_size: int, modes: list[str], name: str) -> Any:
+    marks = [pytest.mark.case(*CASES[name])] if name in CASES else []
+    return pytest.param(world_size, modes, id=name, marks=marks)
 
 
 def split_moe(modes: list[str]) -> Iterator[tuple[str, list[str]]]:

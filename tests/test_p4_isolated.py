@@ -60,6 +60,7 @@ def assert_file_holds(directory: Path, expected: dict[str, torch.Tensor]) -> Non
         assert torch.equal(torch.from_numpy(saved.tensor(name).copy()), value), name
 
 
+@pytest.mark.case("B150")
 @pytest.mark.parametrize("mode", ["lazy", "blocking"])
 @pytest.mark.parametrize("path", ["threads", "stream"])
 def test_p4_an_optimizer_step_right_after_save_never_reaches_the_file(

@@ -109,6 +109,7 @@ def test_a_job_of_one_rank_publishes_nothing():
     assert group.board.values == {}
 
 
+@pytest.mark.case("B99")
 @pytest.mark.parametrize("one", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_on_one_rank_makes_all_ranks_stop_at_the_same_step(handlers, one):
     # Field case B99. The rank that is signalled is not the one that decides.

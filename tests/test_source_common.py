@@ -49,6 +49,7 @@ def compiled(module: nn.Module) -> nn.Module:
 WRAPPERS = {"compile": compiled, "checkpoint": checkpoint_wrapper, "ddp": DistributedDataParallel}
 
 
+@pytest.mark.case("B76", "B77", "B78")
 @pytest.mark.parametrize(
     "nesting", [n for k in (1, 2, 3) for n in itertools.permutations(WRAPPERS, k)], ids="-".join
 )
@@ -76,6 +77,7 @@ def test_two_tensors_of_one_name_are_refused() -> None:
         common.named_parameters_once(module)
 
 
+@pytest.mark.case("B21", "B245")
 def test_tied_parameters_are_stored_once_under_the_first_name() -> None:
     # B21, B245: encoder, decoder and head share one weight.
     model = nn.ModuleDict({name: nn.Embedding(3, 2) for name in ("shared", "encoder", "head")})
@@ -98,6 +100,7 @@ def test_a_module_registered_twice_is_an_alias() -> None:
     assert len(common.buffer_slices(model)) == 3
 
 
+@pytest.mark.case("B110", "B111")
 def test_buffers_keep_their_dtype_and_are_copied_at_once() -> None:
     # B110, B111: int64 stays int64, what is not persistent is not saved.
     slices = {s.entry.name: s for s in common.buffer_slices(Inner())}
@@ -140,6 +143,7 @@ def test_tensors_whose_bytes_are_not_their_value_are_refused(
     assert "parameter a.b" in str(caught.value)
 
 
+@pytest.mark.case("B67")
 def test_optimizer_state_is_sorted_by_shape() -> None:
     # B67: packed states of other shapes and dtypes are kept as they are.
     state = {
@@ -172,12 +176,14 @@ def saved_groups(*names: list[str]) -> list[common.Group]:
     return [{"params": own, "options": {"lr": i}} for i, own in enumerate(names)]
 
 
+@pytest.mark.case("B170")
 def test_groups_are_matched_by_names_not_by_order() -> None:
     # B170: neither the order of parameters nor that of groups decides.
     saved = saved_groups(["a", "b"], ["c"])
     assert common.match_groups([["c"], ["b", "a"]], saved) == [saved[1], saved[0]]
 
 
+@pytest.mark.case("B172")
 @pytest.mark.parametrize(
     ("live", "words"),
     [
@@ -200,6 +206,7 @@ def test_loose_matching_allows_missing_and_extra_names_only() -> None:
         common.match_groups([["a"], ["b", "c"]], saved, strict=False)
 
 
+@pytest.mark.case("B80", "B242")
 def test_groups_are_restored_in_place() -> None:
     # B80, B242: the scheduler keeps the dict, a compiled optimizer the tensor.
     rate = torch.tensor(0.5)

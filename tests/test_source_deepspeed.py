@@ -48,7 +48,7 @@ BATCH = 9
 
 
 def run(script: str, nproc: int, names: list[str]) -> None:
-    result = launch(DIST / script, nproc, names, via="torchrun", timeout_s=560.0)
+    result = launch(DIST / script, nproc, names, via="torchrun", timeout_s=240.0)
     lines = [line for line in result.stdout.splitlines() if line.startswith('{"mode"')]
     passed = [found["mode"] for found in map(json.loads, lines) if found["ok"]]
     assert passed == names, result.describe()

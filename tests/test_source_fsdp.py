@@ -80,6 +80,7 @@ def sharded(**options: Any) -> nn.Module:
     return fully_shard(model, **options)
 
 
+@pytest.mark.case("B102")
 def test_parameters_are_boxes_and_record_what_the_model_computes_in(one_rank: None) -> None:
     # B102: exported as the bf16 that the run was configured with.
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)

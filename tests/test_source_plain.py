@@ -111,6 +111,7 @@ OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], Any]] = {
 }
 
 
+@pytest.mark.case("B65", "B67")
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_p3_training_goes_on_bit_for_bit(name: str) -> None:
     # B65, B67: state of an optimizer that never stepped is created, of whatever shape it is.
@@ -156,6 +157,7 @@ def test_state_that_was_not_saved_is_dropped() -> None:
     assert train(second, range(2, 4)) == train(first, range(2, 4))
 
 
+@pytest.mark.case("B80", "B242")
 def test_learning_rates_go_on_through_the_scheduler() -> None:
     # B80, B242, B243: the scheduler must still drive the optimizer's own groups.
     first = MODE.build(1)
@@ -175,6 +177,7 @@ def test_learning_rates_go_on_through_the_scheduler() -> None:
     assert len({tuple(r) for r in rates[0]}) == 5
 
 
+@pytest.mark.case("B170")
 def test_moments_follow_names_when_the_order_changes() -> None:
     # B170: two equal-shaped layers whose order in the optimizer is swapped.
     def backwards(parameters: list[nn.Parameter]) -> Any:
@@ -316,6 +319,7 @@ class ZeroRedundancyOptimizer(torch.optim.SGD):
     """Stands for torch's, which needs several ranks."""
 
 
+@pytest.mark.case("B130")
 @pytest.mark.parametrize("kind", [torch.optim.LBFGS, ZeroRedundancyOptimizer])
 def test_optimizers_with_state_of_their_own_are_refused_early(kind: type) -> None:
     # B130: at construction, and not at the end of training.

@@ -2,7 +2,7 @@
 
 A source turns one training object (a DeepSpeed engine, an FSDP2 model with its optimizer, a plain
 module) into named slices, and takes them back. It starts no thread, touches no disk, and runs no
-collective except in :meth:`Source.restore`, which the training thread calls on every rank.
+collective except in :meth:`Source.refresh`, which the training thread calls on every rank.
 """
 
 from __future__ import annotations
@@ -79,9 +79,13 @@ class Source(Protocol):
         """
 
     def restore(self, rank_state: State, shared_state: State, parts: Parts) -> None:
-        """Takes non-tensor state back and refreshes derived copies, once the targets are filled.
+        """Takes non-tensor state back, once the targets are filled. Needs no other rank."""
 
-        May run collectives: every rank calls it from its training thread.
+    def refresh(self, parts: Parts) -> None:
+        """Refreshes what is derived from the restored state: 16-bit weights, gathered copies.
+
+        The only method that runs collectives: every rank calls it from its training thread, after
+        all ranks have agreed that they could restore.
         """
 
     def install_fence(self, fence: Callable[[], None]) -> Callable[[], None]:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from sharded_ckpt import plan
-from sharded_ckpt.errors import LayoutMismatch, StateMismatch, UsageError
+from sharded_ckpt.errors import LayoutMismatch, UsageError
 from sharded_ckpt.slices import Entry, Run, Slice
 from sharded_ckpt.sources import common, ds_state
 from sharded_ckpt.sources.base import Parts, State
@@ -178,16 +178,13 @@ class DeepSpeedSource:
             ds_state.check_sampler(self.engine, rank_state.get("data_sampler"))
 
     def restore(self, rank_state: State, shared_state: State, parts: Parts) -> None:
-        """See :class:`Source`. What fails on one rank is raised on all of them, none waits."""
-        failure: Exception | None = None
         with torch.no_grad():
-            try:
-                self.check_saved(rank_state, shared_state, parts)
-                self._take(self._pending(), rank_state, shared_state, parts)
-            except Exception as error:
-                failure = error
-            self._filling = None
-            _raise_together(failure, self.rank, self.world_size)
+            self.check_saved(rank_state, shared_state, parts)
+            self._take(self._pending(), rank_state, shared_state, parts)
+        self._filling = None
+
+    def refresh(self, parts: Parts) -> None:
+        with torch.no_grad():
             if parts.weights:
                 # Collective: the other ranks compute with what this one has just loaded.
                 self._wrapper.gather()
@@ -330,23 +327,6 @@ def _piece_slice(
     return common.make_slice(
         name, cut(tensor, piece), piece.param.shape, region, eager=eager, model_dtype=model_dtype
     )
-
-
-def _raise_together(failure: Exception | None, rank: int, world_size: int) -> None:
-    """Raises on every rank if ``failure`` is set on one; the own error where there is one."""
-    text = None if failure is None else f"{type(failure).__name__}: {failure}"
-    failures: list[str | None] = [text]
-    if world_size > 1:
-        failures = [None] * world_size
-        torch.distributed.all_gather_object(failures, text)
-    if failure is not None:
-        raise failure
-    first = next((i for i, f in enumerate(failures) if f is not None), None)
-    if first is not None:
-        raise StateMismatch(
-            f"rank {first} could not take the loaded state back ({failures[first]}), so rank "
-            f"{rank} stops too; the engines are partly loaded: load again, or start afresh"
-        )
 
 
 def _wrap_method(

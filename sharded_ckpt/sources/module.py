@@ -185,3 +185,6 @@ class ModuleSource:
         saved = shared_state.get("scheduler")
         if parts.scheduler and self.scheduler is not None and saved is not None:
             self.scheduler.load_state_dict(saved)
+
+    def refresh(self, parts: Parts) -> None:
+        """Nothing: what is loaded is what the ranks compute with."""

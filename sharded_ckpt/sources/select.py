@@ -32,6 +32,14 @@ def select_source(engine_or_model: Any, optimizer: Any = None, scheduler: Any = 
             "the model is wrapped by FSDP1 (FullyShardedDataParallel), which is not supported yet; "
             "shard it with FSDP2: torch.distributed.fsdp.fully_shard"
         )
+    partitioned = [n for n, p in model.named_parameters() if hasattr(p, "ds_tensor")]
+    if partitioned:
+        # Saved as they are, these would be tensors of no elements.
+        raise UsageError(
+            f"the model was partitioned by DeepSpeed ZeRO-3: {len(partitioned)} of its parameters "
+            f"are placeholders, {partitioned[0]} among them; pass the engine that "
+            "deepspeed.initialize returned, not the module inside it"
+        )
     sharded = any(isinstance(m, FSDPModule) for m in model.modules())
     if sharded or any(isinstance(p, DTensor) for p in model.parameters()):
         from sharded_ckpt.sources.fsdp import FsdpSource
