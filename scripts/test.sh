@@ -6,7 +6,7 @@
 #   scripts/test.sh tests/test_plan.py   only this (no sanitizers); other arguments go to pytest as well
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/env.sh"
-[ -x .venv/bin/pytest ] || die "run scripts/setup.sh first"
+scripts/setup.sh
 
 args=()
 partial=no

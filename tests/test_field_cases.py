@@ -27,6 +27,8 @@ from sharded_ckpt import (
 )
 from sharded_ckpt.errors import LayoutMismatch, StateMismatch, StateTypeError
 
+pytestmark = pytest.mark.usefixtures("read_by_the_independent_reader")
+
 case = pytest.mark.case
 
 

@@ -11,7 +11,7 @@ from tests.dist.launch import launch
 
 WORKER = Path(__file__).parent / "dist" / "install_worker.py"
 
-pytestmark = pytest.mark.usefixtures("deepspeed_helper")
+pytestmark = pytest.mark.usefixtures("deepspeed_helper", "read_by_the_independent_reader")
 
 
 @pytest.mark.case("B89", "B90", "B194")

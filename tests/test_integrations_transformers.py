@@ -22,6 +22,8 @@ from transformers import (  # noqa: E402
 from sharded_ckpt import Keep, UsageError  # noqa: E402
 from sharded_ckpt.integrations.transformers import ShardedCheckpointCallback  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("read_by_the_independent_reader")
+
 
 class Numbers(Dataset):
     def __init__(self, count=20):

@@ -13,7 +13,7 @@ from tests.dist.launch import Result, launch
 WORKER = Path(__file__).parent / "dist" / "kill_worker.py"
 DEADLINE_S = 15.0
 
-pytestmark = pytest.mark.usefixtures("deepspeed_helper")
+pytestmark = pytest.mark.usefixtures("deepspeed_helper", "read_by_the_independent_reader")
 
 
 def results(run: Result, rank: int) -> list[dict]:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests import read_back
 from tests.dist import ds_modes, fsdp_modes
 from tests.dist.launch import launch
 
@@ -86,6 +87,7 @@ def test_p3_training_resumed_in_new_processes_is_bit_identical(
             "tensors": sum(r["tensors"] for r in per_rank),
             "native": "exact" if natives == {"exact"} else ", ".join(sorted(natives - {"exact"})),
         }
+    assert read_back.check(tmp_path) >= len(modes)
     shutil.rmtree(tmp_path, ignore_errors=True)
 
 

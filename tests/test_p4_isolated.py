@@ -13,6 +13,8 @@ from sharded_ckpt.device import InlineStream
 from sharded_ckpt.shard import CHUNK_NBYTES
 from tests.reference_reader import Step
 
+pytestmark = pytest.mark.usefixtures("read_by_the_independent_reader")
+
 # Big enough that copies are still running when save() returns.
 WIDTH, LAYERS = 1536, 5
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from tests import read_back
 from tests.dist.launch import ROOT, launch
 
 WORKER = Path(__file__).parent / "dist" / "models_worker.py"
@@ -25,6 +26,7 @@ pytestmark = pytest.mark.usefixtures("deepspeed_helper")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, dict]]:
     root = tmp_path_factory.mktemp("models")
     run = launch(WORKER, 2, [root, *CASES, *HALF, "minilm:3"], timeout_s=500).check()
+    assert read_back.check(root) == len(CASES) + len(HALF)  # MiniLM's is too large for it
     lines = [x for x in run.ranks[0].stdout.splitlines() if x.startswith("MODEL ")]
     reports = [json.loads(x.removeprefix("MODEL ")) for x in lines]
     return root, {r["case"]: r for r in reports}
