@@ -95,3 +95,12 @@ def test_the_list_of_modules_is_current() -> None:
     text = (ROOT / "docs" / "design.md").read_text()
     listed = text.partition("<!-- layers -->\n```text\n")[2].partition("```")[0]
     assert tuple(line.split()[0] for line in listed.splitlines()) == LAYERS
+
+
+def test_every_refused_deepspeed_mode_is_documented_with_what_to_do_instead() -> None:
+    from sharded_ckpt.sources.ds_refusals import REFUSALS
+
+    text = (ROOT / "docs" / "deepspeed.md").read_text()
+    table = text.split("<!-- refusals -->")[1].split("<!-- end of refusals -->")[0]
+    rows = [line for line in table.splitlines() if line.startswith("| `")]
+    assert rows == [f"| `{r.key}` | {r.why} | {r.instead} |" for r in REFUSALS]
