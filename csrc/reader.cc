@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstdio>
 #include <cstring>
+#include <new>
 #include <numeric>
 #include <system_error>
 #include <utility>
@@ -107,11 +108,16 @@ Status ShardReader::Start(ReadRequest request, int threads) {
   }
   PlanPieces();
   const size_t count = std::min<size_t>(std::max(1, threads), work_.size());
+  // Made here, one for each thread: a thread without memory could not make it.
+  const uint64_t most = std::min(request_.chunk_nbytes, request_.data_nbytes);
+  Status no_memory = Status::Io(ENOMEM, "allocate", request_.path,
+                                "for a chunk of " + std::to_string(most) + " bytes");
+  bad_chunks_.reserve(work_.size());
   const SignalsBlocked blocked;
   std::lock_guard<std::mutex> lock(mutex_);
   try {
     for (size_t i = 0; i < count; ++i) {
-      threads_.emplace_back([this] { Loop(); });
+      threads_.emplace_back([this, no_memory]() mutable { Loop(std::move(no_memory)); });
       ++running_;
     }
   } catch (const std::system_error& error) {
@@ -120,15 +126,20 @@ Status ShardReader::Start(ReadRequest request, int threads) {
   return Status::Ok();
 }
 
-void ShardReader::Loop() {
+void ShardReader::Loop(Status no_memory) {
   std::vector<char> bounce;
   std::unique_lock<std::mutex> lock(mutex_);
   while (!stop_ && next_work_ < work_.size()) {
     const size_t item = next_work_++;
     lock.unlock();
     const Piece* pieces = pieces_.data();
-    Status status = ReadChunk(work_[item], pieces + first_piece_[item],
-                              pieces + first_piece_[item + 1], &bounce);
+    Status status;
+    try {
+      status = ReadChunk(work_[item], pieces + first_piece_[item], pieces + first_piece_[item + 1],
+                         &bounce);
+    } catch (const std::bad_alloc&) {
+      status = std::move(no_memory);  // At most once: the report stops this thread.
+    }
     lock.lock();
     if (!status.ok()) Report(work_[item], std::move(status));
   }

@@ -10,7 +10,7 @@
 //
 // Errors. The one of the lowest chunk is kept; all chunks below it are claimed by then and are
 // finished, so the report does not depend on timing. With `scan` the read goes on after a wrong
-// checksum and lists all chunks that have one.
+// checksum and lists all chunks that have one. A thread that gets no memory reports ENOMEM.
 
 #ifndef SHARDED_CKPT_READER_H_
 #define SHARDED_CKPT_READER_H_
@@ -76,7 +76,7 @@ class ShardReader {
 
   Status CheckRequest() const;
   void PlanPieces();
-  void Loop();
+  void Loop(Status no_memory);
   Status ReadChunk(size_t chunk, const Piece* first, const Piece* last, std::vector<char>* bounce);
   void Report(size_t chunk, Status status);
   uint64_t ChunkEnd(size_t chunk) const;

@@ -26,12 +26,13 @@ from sharded_ckpt.events import Emitter, Event
 from sharded_ckpt.group import group_from_torch
 from sharded_ckpt.handle import LoadResult, SaveHandle
 from sharded_ckpt.keep import Committed, Keep
+from sharded_ckpt.layout import MAX_STEP
 from sharded_ckpt.loader import Loader
 from sharded_ckpt.opening import open_directory
 from sharded_ckpt.pending import PendingSaves
 from sharded_ckpt.policy import SaveEvery
 from sharded_ckpt.saver import RankSave, Saver
-from sharded_ckpt.schedule import Schedule
+from sharded_ckpt.schedule import BusyVote, Schedule
 from sharded_ckpt.shard import CHUNK_NBYTES
 from sharded_ckpt.sources.base import Parts, Source
 from sharded_ckpt.sources.select import select_source
@@ -124,7 +125,6 @@ class ShardedCheckpointer:
         self._saver: Saver | None = None
         self._coordinator: Coordinator | None = None
         self._pending = PendingSaves(max_failures)
-        self._calls = 0
         self._prepared = False
 
         callbacks = [on_event] if callable(on_event) else list(on_event)
@@ -132,6 +132,7 @@ class ShardedCheckpointer:
         _instances += 1
         self._group = group_from_torch(str(_instances))
         self._schedule = Schedule(policy, self._group, self._timeout_s)
+        self._busy = BusyVote(self._group, self._timeout_s)
         self._engine = select_engine()
         self._pool = StagingPool(
             self._engine, buffers=buffers, staging_nbytes=staging_nbytes, stream=_stream
@@ -148,13 +149,18 @@ class ShardedCheckpointer:
             },
             sort_keys=True,
         )
-        opened = open_directory(
-            os.path.abspath(os.fspath(directory)),
-            self._group,
-            options=options,
-            read_only=read_only,
-            timeout_s=self._timeout_s,
-        )
+        try:
+            opened = open_directory(
+                os.path.abspath(os.fspath(directory)),
+                self._group,
+                options=options,
+                read_only=read_only,
+                timeout_s=self._timeout_s,
+            )
+        except BaseException:
+            self._engine.close()
+            self._group.close()
+            raise
         self._store = opened.store
         self._term = opened.term
         self._run_id = opened.run_id
@@ -226,13 +232,13 @@ class ShardedCheckpointer:
         self._check_open()
         if self._read_only:
             raise UsageError("save: this checkpointer was opened with read_only=True")
-        if not isinstance(step, int) or isinstance(step, bool) or step < 0:
-            raise UsageError(f"save: step must be an int >= 0, got {step!r}")
+        if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step <= MAX_STEP:
+            raise UsageError(f"save: step must be an int from 0 to {MAX_STEP}, got {step!r}")
         begun = time.monotonic()
         self._pending.raise_repeated()
         handle = SaveHandle(step)
         saver = self._started_saver()
-        if self._when_busy == "skip" and self._agree_busy():
+        if self._when_busy == "skip" and self._busy.anywhere(step, self._pool.busy()):
             log.warning("step %d was not saved: every staging buffer is still being written", step)
             self._emit("skipped", step)
             handle.skipped = True
@@ -248,11 +254,12 @@ class ShardedCheckpointer:
             handle._collected = True
             saver.submit(save)
             self._pending.add(save)
+            self._schedule.saved(step)  # as on the ranks where it began well
             raise
         saver.submit(save)
         self._pending.add(save)
         if self._snapshot_mode == "blocking":
-            self.fence()
+            self._pending.fence(block=True)
         self._schedule.saved(step)
         self._schedule.cost(time.monotonic() - begun)
         return handle
@@ -295,20 +302,17 @@ class ShardedCheckpointer:
             return
         self._closed = True
         atexit.unregister(self._at_exit)
-        self._remove_fence()
-        self._schedule.close()
-        error: BaseException | None = None
-        try:
+        with contextlib.ExitStack() as stack:
+            # In reverse order, each of them whatever happens to the others.
+            stack.callback(self._group.close)
+            stack.callback(self._emitter.close)
+            stack.callback(self._pool.close)
+            stack.callback(self._engine.close)
+            if self._saver is not None:
+                stack.callback(self._saver.close, self._timeout_s)
+            stack.callback(self._schedule.close)
+            stack.callback(self._remove_fence)
             self._pending.drain()
-        except CheckpointError as problem:
-            error = problem
-        if self._saver is not None:
-            self._saver.close(self._timeout_s)
-        self._engine.close()
-        self._pool.close()
-        self._emitter.close()
-        if error is not None:
-            raise error
 
     def __enter__(self) -> ShardedCheckpointer:
         return self
@@ -378,7 +382,10 @@ class ShardedCheckpointer:
     def unpin(self, step: int) -> None:
         """Gives ``step`` back to the policy. Acts on rank 0."""
         if self._source.rank == 0:
-            retention.unpin(self._store, self._id_of(step))
+            # A step that was saved again after a rollback has several sets.
+            for committed in self._committed():
+                if committed.id.step == step and committed.pinned:
+                    retention.unpin(self._store, committed.id)
 
     def delete(self, step: int) -> None:
         """Deletes ``step``, manifest first. Acts on rank 0. Refuses the newest and pinned steps."""
@@ -442,14 +449,6 @@ class ShardedCheckpointer:
                 check_snapshot=self._check_snapshot,
             )
         return self._saver
-
-    def _agree_busy(self) -> bool:
-        """Whether any rank has no free buffer: all ranks skip, or none does."""
-        self._calls += 1
-        key = f"busy/{self._calls}"
-        busy = self._group.gather(key, b"1" if self._pool.busy() else b"0", self._timeout_s)
-        answer = (b"1" if b"1" in busy else b"0") if self._group.rank == 0 else None
-        return self._group.broadcast(f"{key}/all", answer, self._timeout_s) == b"1"
 
     def _emit(self, kind: str, step: int, nbytes: int = 0, begun: float | None = None) -> None:
         now = time.time()

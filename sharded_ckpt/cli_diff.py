@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -44,19 +45,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """0 when both sets hold the same tensors with the same values, else 1."""
+    """0 when both sets hold the same tensors with the same values, else 1.
+
+    What each rank saved a copy of is compared rank by rank, and the ranks must be the same.
+    """
     left, right = find_set(args.a, args.step_a), find_set(args.b, args.step_b)
     a, b = left.reader(), right.reader()
     held_a, held_b = a.holdings(), b.holdings()
     only_a, only_b = sorted(held_a.keys() - held_b.keys()), sorted(held_b.keys() - held_a.keys())
     unlike: list[dict[str, Any]] = []
+    apart: list[dict[str, Any]] = []
     alike: list[str] = []
     for name in sorted(held_a.keys() & held_b.keys()):
-        one, other = held_a[name][0].entry, held_b[name][0].entry
-        if (one.dtype, one.shape) == (other.dtype, other.shape):
+        ranks_a, ranks_b = _copied_by(held_a[name]), _copied_by(held_b[name])
+        if ranks_a and ranks_b and ranks_a != ranks_b:
+            apart.append({"name": name, "a": ranks_a, "b": ranks_b})
+        forms = _forms(held_a[name], held_b[name])
+        if forms is None:
             alike.append(name)
         else:
-            forms = [f"{entry.dtype} {list(entry.shape)}" for entry in (one, other)]
             unlike.append({"name": name, "a": forms[0], "b": forms[1]})
     same = set() if args.bytes else _equal_by_checksum(a, b, held_a, held_b)
     values = _compare(a, b, held_a, held_b, [name for name in alike if name not in same])
@@ -65,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
         for key in ("state", "client_state", "aliases", "metrics")
         if getattr(left.sound(), key) != getattr(right.sound(), key)
     ]
-    equal = not (only_a or only_b or unlike or values)
+    equal = not (only_a or only_b or unlike or apart or values)
     if args.json:
         say_json(
             {
@@ -75,6 +82,7 @@ def run(args: argparse.Namespace) -> int:
                 "only_a": only_a,
                 "only_b": only_b,
                 "form": unlike,
+                "ranks": apart,
                 "values": [
                     {"name": name, "elements": found.elements, "max_abs_diff": found.max_abs}
                     for name, found in values.items()
@@ -90,6 +98,8 @@ def run(args: argparse.Namespace) -> int:
         say(f"only in b: {name}")
     for item in unlike:
         say(f"shape or dtype: {item['name']}: a {item['a']}, b {item['b']}")
+    for item in apart:
+        say(f"ranks that have a copy: {item['name']}: a {item['a']}, b {item['b']}")
     for name, found in values.items():
         largest = "" if found.max_abs is None else f", largest difference {found.max_abs:g}"
         say(f"values: {name}: {found.elements} elements{largest}")
@@ -125,16 +135,18 @@ def _compare(
     """The tensors that differ. Both sets are streamed side by side, in bounded memory."""
     whole = [name for name in names if _is_whole(held_a[name]) and _is_whole(held_b[name])]
     found: dict[str, ValueDiff] = {}
-    tensors_a, tensors_b = _exported(held_a, whole), _exported(held_b, whole)
-    stream_a = TensorStream(a, held_a).pieces(tensors_a)
-    stream_b = TensorStream(b, held_b).pieces(tensors_b)
-    with progress(sum(tensor.nbytes for tensor in tensors_a), "diff") as done:
-        for one, other in zip(stream_a, stream_b, strict=True):
-            done(one.data.nbytes)
-            if not np.array_equal(one.data, other.data):
-                tensor = tensors_a[one.index]
-                diff = found.setdefault(tensor.name, ValueDiff())
-                _add(diff, tensor.dtype, one.data, other.data)
+    # Cut tensors in one stream; then, for each rank, what it has a copy of.
+    streams: dict[int | None, tuple[Holdings, Holdings]] = {}
+    for name in whole:
+        for rank, one, other in _pairs(held_a[name], held_b[name]):
+            side_a, side_b = streams.setdefault(rank, ({}, {}))
+            side_a[name], side_b[name] = one, other
+    total = sum(
+        tensor.nbytes for held, _ in streams.values() for tensor in _exported(held, list(held))
+    )
+    with progress(total, "diff") as done:
+        for side_a, side_b in streams.values():
+            _stream(a, b, side_a, side_b, found, done)
     for name in sorted(set(names) - set(whole)):
         # Overrides of a cast cover a tensor in part: equal where both correct the same elements.
         diff = ValueDiff()
@@ -148,6 +160,55 @@ def _compare(
         if diff.elements:
             found[name] = diff
     return found
+
+
+def _stream(
+    a: ShardReader,
+    b: ShardReader,
+    held_a: Holdings,
+    held_b: Holdings,
+    found: dict[str, ValueDiff],
+    done: Callable[[int], None],
+) -> None:
+    """Compares all that is held, and adds what differs to ``found``."""
+    tensors = _exported(held_a, list(held_a))
+    stream_a = TensorStream(a, held_a).pieces(tensors)
+    stream_b = TensorStream(b, held_b).pieces(_exported(held_b, list(held_a)))
+    for one, other in zip(stream_a, stream_b, strict=True):
+        done(one.data.nbytes)
+        if not np.array_equal(one.data, other.data):
+            tensor = tensors[one.index]
+            diff = found.setdefault(tensor.name, ValueDiff())
+            _add(diff, tensor.dtype, one.data, other.data)
+
+
+def _copied_by(held: list[Holding]) -> list[int]:
+    """The ranks that have their own copy; none where the tensor is cut over the ranks."""
+    return [one.file for one in held] if held[0].entry.copy else []
+
+
+def _pairs(
+    held_a: list[Holding], held_b: list[Holding]
+) -> Iterator[tuple[int | None, list[Holding], list[Holding]]]:
+    """What is compared with what: each rank's copies (with all of a cut tensor), else all."""
+    ranks_a, ranks_b = _copied_by(held_a), _copied_by(held_b)
+    if not ranks_a and not ranks_b:
+        yield None, held_a, held_b
+        return
+    for rank in ranks_a or ranks_b:
+        one = [held for held in held_a if not ranks_a or held.file == rank]
+        other = [held for held in held_b if not ranks_b or held.file == rank]
+        if one and other:
+            yield rank, one, other
+
+
+def _forms(held_a: list[Holding], held_b: list[Holding]) -> tuple[str, str] | None:
+    """The first dtypes and shapes that are not the same, if any."""
+    for _, one, other in _pairs(held_a, held_b):
+        left, right = (f"{h[0].entry.dtype} {list(h[0].entry.shape)}" for h in (one, other))
+        if left != right:
+            return left, right
+    return None
 
 
 def _exported(held: Holdings, names: list[str]) -> list[Exported]:

@@ -182,27 +182,34 @@ def gc(args: argparse.Namespace) -> int:
 
 
 def pin(args: argparse.Namespace) -> int:
-    """Keeps a step whatever the retention policy says."""
-    return _pinning(args, pinned=True)
+    """Keeps a step whatever the retention policy says: the set of it that a load would take."""
+    store = open_store(args.path)
+    id, _ = reader.find(store, args.step)
+    retention.pin(store, id, args.note)
+    return _say_pinned(args, store, [id], pinned=True)
 
 
 def unpin(args: argparse.Namespace) -> int:
-    """Gives a step back to the retention policy."""
-    return _pinning(args, pinned=False)
-
-
-def _pinning(args: argparse.Namespace, *, pinned: bool) -> int:
+    """Gives a step back to the retention policy: every set of it, whichever of them was pinned."""
     store = open_store(args.path)
-    id, _ = reader.find(store, args.step)
-    if pinned:
-        retention.pin(store, id, args.note)
-    else:
+    ids = [id for id, _ in reader.candidates(store, args.step)]
+    if not ids:
+        reader.find(store, args.step)  # raises, and names the steps that there are
+    pinned = [id for id in ids if store.exists(f"{id.dirname}/{layout.PIN}")]
+    for id in pinned:
         retention.unpin(store, id)
-    result = {"step": id.step, "path": store.path(id.dirname), "pinned": pinned}
+    return _say_pinned(args, store, pinned or ids[:1], pinned=False)
+
+
+def _say_pinned(
+    args: argparse.Namespace, store: LocalStore, ids: list[SetId], *, pinned: bool
+) -> int:
+    paths = [store.path(id.dirname) for id in ids]
     if args.json:
-        say_json(result)
-    else:
-        say(f"{'pinned' if pinned else 'unpinned'} step {id.step}: {result['path']}")
+        say_json({"step": args.step, "path": paths[0], "paths": paths, "pinned": pinned})
+        return GOOD
+    for path in paths:
+        say(f"{'pinned' if pinned else 'unpinned'} step {args.step}: {path}")
     return GOOD
 
 

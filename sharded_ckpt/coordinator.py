@@ -5,9 +5,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -46,6 +48,9 @@ VISIBLE_WITHIN_S = 5.0
 _FIRST_LOOK_S = 1.0  # then 2, 4, ...: how often the coordinator looks where silent ranks are
 _MAX_BALLOTS = 256  # ended ones whose keys are kept for ranks that have not come by yet
 _MAX_LISTED = 5
+# How long after its deadline a step may still be committed. The other ranks wait for the verdict at
+# least 5 s longer than that; a commit that none of them hears of would be an error to them.
+GRACE_S = 2.0
 
 
 class AfterCommit(Protocol):
@@ -63,8 +68,8 @@ class AfterCommit(Protocol):
         them. Returns those that are gone. ``next_serial`` numbers sets that are made meanwhile.
         """
 
-    def suspend(self, reason: str) -> None:
-        """Deletes nothing until the next commit."""
+    def suspend(self, reason: str, id: SetId) -> None:
+        """Neither counts nor deletes ``id``, whose outcome is not known."""
 
 
 class _Stop(Exception):
@@ -123,6 +128,7 @@ class Coordinator:
         # The last ballots that were opened, for telling where silent ranks are.
         self._opened: deque[bytes] = deque(maxlen=_MAX_BALLOTS)
         self._refused: dict[Ballot, Verdict] = {}  # attempts that could not be opened
+        self._opened_s: dict[Ballot, float] = {}  # monotonic; until they are decided
         self._layouts = Layouts()
         # Attempts without a manifest; ``None`` once every rank is through with it.
         self._leftovers: dict[SetId, Ballot | None] = {}
@@ -136,27 +142,31 @@ class Coordinator:
     def open_attempt(self, step: int, *, n: int) -> SetId:
         """Makes the directory of a new attempt and tells every rank its name.
 
-        Raises :class:`Superseded` or :class:`StoreError`, and then has told the ranks that.
+        Raises :class:`Superseded`, :class:`StoreError` or whatever else went wrong, and then has
+        told the ranks that.
         """
         ballot = Ballot(step, n)
         self._opened.append(ballot.token.encode())
-        self._group.publish(Ballot.at_key(0), ballot.token.encode())
-        id = SetId.new(step=step, term=self._term, serial=self._next_serial())
+        self._opened_s[ballot] = time.monotonic()
+        serial = self._next_serial()
         try:
+            self._group.publish(Ballot.at_key(0), ballot.token.encode())
+            id = SetId.new(step=step, term=self._term, serial=serial)
             check_superseded(self._store, self._term, step)
             self._store.make_dir(id.dirname)
-        except (Superseded, StoreError) as e:
+        except Exception as e:  # every rank is waiting for an answer
             late = isinstance(e, Superseded)
             verdict = Verdict(
                 outcome=Outcome.SUPERSEDED if late else Outcome.ABORTED,
                 step=step,
-                serial=id.serial,
+                serial=serial,
                 term=self._term,
                 message=str(e) if late else f"rank 0 could not begin step {step}: {e}",
                 rank=0,
             )
             self._refused[ballot] = verdict
-            self._group.publish(ballot.attempt_key, verdict.to_bytes())
+            with contextlib.suppress(GroupError):
+                self._group.publish(ballot.attempt_key, verdict.to_bytes())
             raise
         self._group.publish(ballot.attempt_key, json.dumps({"directory": id.dirname}).encode())
         return id
@@ -172,22 +182,27 @@ class Coordinator:
     ) -> Verdict:
         """Commits the step or does not, and tells every rank which. Ends within ``timeout_s``.
 
+        ``timeout_s`` is what is left until the deadline, below 0 when that has passed. A step that
+        was opened longer ago than the coordinator's own time limit is past its deadline, too.
+
         ``id`` is ``None`` when ``open_attempt`` failed, ``parts`` when rank 0 could not capture its
         state; both are then decided already, and only have to be said.
         """
         ballot = Ballot(step, n)
+        opened_s = self._opened_s.pop(ballot, math.inf)
         if id is None:
             verdict = self._refused.pop(ballot, None) or Verdict(
                 Outcome.ABORTED, step, 0, self._term, f"rank 0 could not begin step {step}", 0
             )
         else:
             limit_s = self._timeout_s if timeout_s is None else timeout_s
-            attempt = _Attempt(ballot, id, parts, time.monotonic() + limit_s, limit_s)
+            deadline = min(time.monotonic() + limit_s, opened_s + self._timeout_s)
+            attempt = _Attempt(ballot, id, parts, deadline, max(0.0, limit_s))
             verdict = self._verdict_of(attempt)
             if verdict.outcome in (Outcome.ABORTED, Outcome.TIMEOUT):
                 self._leftovers[id] = ballot
             if verdict.outcome is Outcome.UNKNOWN and self._retention is not None:
-                self._retention.suspend(verdict.message)
+                self._retention.suspend(verdict.message, id)
         self._ended[ballot] = None
         try:
             self._group.publish(ballot.verdict_key, verdict.to_bytes())
@@ -233,6 +248,7 @@ class Coordinator:
             check_superseded(self._store, self._term, step)
         except Superseded as e:
             raise _Stop(Outcome.SUPERSEDED, str(e)) from e
+        self._check_in_time(attempt)
         # 7. The manifest appears, whole and durable: that is the commit. An error after it may have
         #    appeared leaves the outcome unknown, and then nothing at all is deleted.
         name = f"{attempt.id.dirname}/{layout.MANIFEST}"
@@ -268,8 +284,30 @@ class Coordinator:
             )
 
     def after_failure(self, id: SetId) -> None:
-        """Nothing is deleted after a failure; the next commit cleans up."""
+        """No file is deleted after a failure; the next commit cleans up."""
+        with contextlib.suppress(GroupError):
+            self._forget_keys()
         log.info("attempt %s was not committed; what is left of it goes later", id.dirname)
+
+    def settle(self, timeout_s: float = 5.0) -> None:
+        """Waits until every rank is through with the last save. Call it once none is in ``decide``.
+
+        The process of rank 0 may host the store: were it to end first, the others would not hear
+        the last verdict. Never raises; gives up after ``timeout_s``.
+        """
+        last = next(reversed(self._ended), None)
+        if last is None:
+            return
+        try:
+            if not self._group.await_count(last.seen_key, self._group.world_size, timeout_s):
+                log.warning(
+                    "not every rank is through with the save of step %d after %g s; one may have "
+                    "died, see its log",
+                    last.step,
+                    timeout_s,
+                )
+        except GroupError as e:
+            log.debug("could not wait for the other ranks: %s", e)
 
     # ---- inside
 
@@ -383,6 +421,17 @@ class Coordinator:
             time.sleep(pause_s)
             pause_s = min(1.0, 2 * pause_s)
 
+    def _check_in_time(self, attempt: _Attempt) -> None:
+        late_s = time.monotonic() - attempt.deadline
+        if late_s > GRACE_S:
+            raise _Stop(
+                Outcome.TIMEOUT,
+                f"step {attempt.id.step} was given up: rank 0 could have committed it {late_s:.1f} s "
+                "after its deadline, when other ranks may be gone. The file system is slow, or "
+                "deletion after an earlier save; save less often or raise timeout_s",
+                0,
+            )
+
     def _manifest(self, attempt: _Attempt) -> bytes:
         parts = attempt.parts
         if parts is None:
@@ -424,15 +473,16 @@ class Coordinator:
         for ballot in list(self._ended):
             if self._group.count(ballot.seen_key, 0) < self._group.world_size:
                 continue
-            self._group.forget(
-                [ballot.attempt_key, ballot.no_key, ballot.verdict_key, ballot.seen_key]
-            )
-            del self._ended[ballot]
+            self._forget(ballot)
             for id, left_by in self._leftovers.items():
                 if left_by == ballot:
                     self._leftovers[id] = None
         while len(self._ended) > _MAX_BALLOTS:  # of ranks that died or left a save out
-            del self._ended[next(iter(self._ended))]
+            self._forget(next(iter(self._ended)))
+
+    def _forget(self, ballot: Ballot) -> None:
+        self._group.forget([ballot.attempt_key, ballot.no_key, ballot.verdict_key, ballot.seen_key])
+        del self._ended[ballot]
 
 
 def _no(vote: Vote) -> _Stop:

@@ -17,12 +17,16 @@ the CPU, in order and at once, so that the path through staging and engine is th
 from __future__ import annotations
 
 import ctypes
+import logging
 from typing import TYPE_CHECKING, Any, Protocol
 
 from sharded_ckpt.errors import UnsupportedError
 
 if TYPE_CHECKING:
     import torch
+
+
+log = logging.getLogger(__name__)
 
 
 class Mark(Protocol):
@@ -93,7 +97,8 @@ class CudaStream:
         source.record_stream(self._stream)
 
     def mark(self) -> CudaMark:
-        event = self._cuda.Event()
+        # Waited for by a thread of ours: it must sleep, not spin on a core of the trainer's.
+        event = self._cuda.Event(blocking=True)
         event.record(self._stream)
         return CudaMark(event)
 
@@ -103,8 +108,10 @@ class CudaStream:
 
     def page_lock(self, address: int, nbytes: int) -> None:
         # torch's own pinned allocator rounds sizes up to powers of two; registering memory that
-        # the engine allocated keeps the bound on host memory exact.
-        code = int(self._cuda.cudart().cudaHostRegister(address, nbytes, 0))
+        # the engine allocated keeps the bound on host memory exact. Portable (flag 1): the memory
+        # is locked for every device, whichever one the calling thread has chosen.
+        with self._cuda.device(self._device):
+            code = int(self._cuda.cudart().cudaHostRegister(address, nbytes, 1))
         if code != 0:
             raise UnsupportedError(
                 f"cudaHostRegister of {nbytes} bytes of staging memory failed with CUDA error "
@@ -112,7 +119,10 @@ class CudaStream:
             )
 
     def page_unlock(self, address: int) -> None:
-        self._cuda.cudart().cudaHostUnregister(address)
+        with self._cuda.device(self._device):
+            code = int(self._cuda.cudart().cudaHostUnregister(address))
+        if code != 0:
+            log.warning("cudaHostUnregister of staging memory failed with CUDA error %d", code)
 
 
 class InlineMark:

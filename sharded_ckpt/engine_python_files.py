@@ -111,7 +111,13 @@ def sync_parent(path: str) -> None:
         fd = os.open(parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             operation = "fsync directory"
-            os.fsync(fd)
+            try:
+                os.fsync(fd)
+            except OSError as error:
+                # EINVAL: a file system that has no fsync for directories. The store, which syncs
+                # the same directory when it commits, warns of it.
+                if error.errno != errno.EINVAL:
+                    raise
         finally:
             os.close(fd)
     except OSError as error:
@@ -222,7 +228,11 @@ class ShardData:
 
     def _read_chunk(self, fd: int, chunk: int) -> bytearray:
         start, end = self._bounds(chunk)
-        data = bytearray(end - start)
+        try:
+            data = bytearray(end - start)
+        except MemoryError as error:
+            detail = f"for a chunk of {end - start} bytes"
+            raise StoreError("allocate", self._path, errno.ENOMEM, detail) from error
         view = memoryview(data)
         offset = self._header_nbytes + start
         while view:

@@ -11,6 +11,7 @@ connection, writes warnings to stderr each time it runs out, and takes whole sec
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import secrets
@@ -84,6 +85,9 @@ class Group(Protocol):
 
     def count(self, key: str, more: int = 1) -> int:
         """Adds to a counter; returns its new value. Counters begin at 0."""
+
+    def await_count(self, key: str, value: int, timeout_s: float) -> bool:
+        """Whether a counter has come to ``value`` within ``timeout_s``."""
 
     def forget(self, keys: Sequence[str]) -> None:
         """Removes keys and counters; those not there are skipped."""
@@ -161,6 +165,14 @@ class _KeyValueGroup:
         return values
 
     # ---- waiting
+
+    def await_count(self, key: str, value: int, timeout_s: float) -> bool:
+        deadline = time.monotonic() + timeout_s
+        for pause_s in self._pauses(deadline):
+            if self._add(key, 0, max(_LAST_ANSWER_S, deadline - time.monotonic())) >= value:
+                return True
+            self._pause(pause_s)
+        return False
 
     def fetch(self, key: str, timeout_s: float) -> bytes:
         (value,) = self.collect([key], timeout_s).values
@@ -437,7 +449,8 @@ def group_from_torch(instance: str, timeout_s: float = OP_TIMEOUT_S) -> Group:
     """The group of the running job; a :class:`SoloGroup` when it has one process.
 
     Every rank must call this equally often with the same ``instance``, as with process groups.
-    Raises :class:`GroupTimeout` on ranks that do not hear from rank 0 within ``timeout_s``.
+    Raises :class:`GroupTimeout` on ranks that do not hear from rank 0 within ``timeout_s``, and on
+    rank 0 when it does not hear from all others.
     """
     import torch.distributed as dist
 
@@ -449,13 +462,30 @@ def group_from_torch(instance: str, timeout_s: float = OP_TIMEOUT_S) -> Group:
     # The store may outlive the processes (a launcher that hosts it restarts them) and the
     # checkpointer (a second one in the same process), so old keys may be in it.
     _instances[instance] += 1
-    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    meeting = f"sharded_ckpt/{instance}/{restart}.{_instances[instance]}"
+    meeting = _meeting(instance, _instances[instance], world_size)
     base = StoreGroup(_get_default_store(), rank, world_size, meeting)
     lobby = base.clone()
     base.close()
     nonce = secrets.token_hex(8) if rank == 0 else ""
     nonce = lobby.broadcast("nonce", nonce.encode() or None, timeout_s).decode()
     group = StoreGroup(lobby._store, rank, world_size, f"{meeting}/{nonce}")
-    lobby.close()
+    try:
+        group.gather("joined", b"", timeout_s)
+    except BaseException:
+        group.close()
+        raise
+    finally:
+        # Workers that start again after a change of members may meet under the same name: what
+        # they find there must be from their own rank 0.
+        if rank == 0:
+            with contextlib.suppress(GroupError):
+                lobby.forget(["nonce"])
+        lobby.close()
     return group
+
+
+def _meeting(instance: str, count: int, world_size: int) -> str:
+    """Where the ranks of one start of a job meet: the same on all, another after most restarts."""
+    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    hosts = os.environ.get("GROUP_WORLD_SIZE", "0")
+    return f"sharded_ckpt/{instance}/{restart}.{count}.{world_size}.{hosts}"

@@ -3,8 +3,9 @@
 Sets are ordered by ``(term, serial)`` alone. Step numbers, clocks and the order of the input decide
 nothing: the first save of a new run ranks above every step that an older run left behind.
 
-A weights-only set carries the rank of the full set it came from. Both are there for a moment, or
-after a crash for longer: they count as one version.
+A weights-only set ranks where the full set it came from does. Both are there for a moment, or after
+a crash for longer: they count as one version. Sets copied in from another run may have the same
+``(term, serial)`` and are versions of their own; their order is fixed, but means nothing.
 """
 
 from __future__ import annotations
@@ -24,8 +25,7 @@ RankKey = tuple[int, int]
 class Committed:
     """One committed set, as its manifest tells it.
 
-    ``rank_key`` is ``(term, serial)`` of the training state inside: the set's own, except for
-    ``content="weights"``, where it is that of the full set the weights came from.
+    ``origin`` is the full set that a weights-only set was made from.
     """
 
     id: SetId
@@ -33,11 +33,21 @@ class Committed:
     metrics: Mapping[str, float] = field(hash=False)
     pinned: bool
     content: Literal["full", "weights"]
-    rank_key: RankKey
+    origin: SetId | None = None
 
     def __post_init__(self) -> None:
         if self.content not in ("full", "weights"):
             raise UsageError(f"content must be 'full' or 'weights', got {self.content!r}")
+
+    @property
+    def state_id(self) -> SetId:
+        """The set that the training state inside was saved as."""
+        return self.origin or self.id
+
+    @property
+    def rank_key(self) -> RankKey:
+        """``(term, serial)`` of the training state inside: what orders sets."""
+        return self.state_id.term, self.state_id.serial
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,25 +146,25 @@ class Keep:
         """The versions that some rule keeps, newest first."""
         if self.last is None and self.best is None and self.every is None and not self.at:
             return versions
-        newest = {one.rank_key for one in _newest(versions)}
-        keys = newest | {v.rank_key for v in versions if v.full is not None and v.full.pinned}
+        newest = {one.state_id for one in _newest(versions)}
+        keys = newest | {v.state_id for v in versions if v.full is not None and v.full.pinned}
         if self.last is not None:
-            keys |= {v.rank_key for v in versions[: self.last]}
+            keys |= {v.state_id for v in versions[: self.last]}
         if self.best is not None:
             keys |= self._best_keys(versions, self.best, notes)
         return [
             v
             for v in versions
-            if v.rank_key in keys
+            if v.state_id in keys
             or v.step in self.at
             or (self.every is not None and v.step % self.every == 0)
         ]
 
-    def _best_keys(self, versions: list[_Version], best: int, notes: list[str]) -> set[RankKey]:
+    def _best_keys(self, versions: list[_Version], best: int, notes: list[str]) -> set[SetId]:
         metric = self.metric or ""
         ranked = best_first([v.judged for v in versions], metric=metric, mode=self.mode)
-        keys = {one.rank_key for one in ranked[:best]}
-        unranked = {v.rank_key for v in versions} - {one.rank_key for one in ranked}
+        keys = {one.state_id for one in ranked[:best]}
+        unranked = {v.state_id for v in versions} - {one.state_id for one in ranked}
         if len(ranked) < best and unranked:
             notes.append(
                 f"best={best} cannot be told yet: {len(ranked)} of {len(versions)} steps have a "
@@ -203,7 +213,7 @@ class Keep:
 class _Version:
     """One training state: its full set, and weights-only sets made from it, newest first."""
 
-    rank_key: RankKey
+    state_id: SetId
     full: Committed | None
     weights: tuple[Committed, ...]
 
@@ -222,8 +232,8 @@ class _Version:
         return [self.full, *self.weights]
 
 
-def _order(one: Committed) -> tuple[RankKey, SetId]:
-    return one.rank_key, one.id
+def _order(one: Committed) -> tuple[SetId, SetId]:
+    return one.state_id, one.id
 
 
 def best_first(
@@ -246,17 +256,16 @@ def _versions(committed: Sequence[Committed]) -> list[_Version]:
         raise UsageError(
             f"{len(committed)} committed sets have {len(ids)} identities; list each once"
         )
-    groups: dict[RankKey, list[Committed]] = {}
+    groups: dict[SetId, list[Committed]] = {}
     for one in sorted(committed, key=_order, reverse=True):
-        groups.setdefault(one.rank_key, []).append(one)
+        groups.setdefault(one.state_id, []).append(one)
     found = []
-    for rank_key, sets in groups.items():
+    for state_id, sets in groups.items():
         full = [one for one in sets if one.content == "full"]
         weights = tuple(one for one in sets if one.content == "weights")
-        found.append(_Version(rank_key, full[0] if full else None, weights))
-        # The protocol gives each full set a rank of its own. Should two share one, neither is
-        # known to be redundant.
-        found += [_Version(rank_key, extra, ()) for extra in full[1:]]
+        found.append(_Version(state_id, full[0] if full else None, weights))
+        # A full set has no origin. Should a manifest give it one, it is not known to be redundant.
+        found += [_Version(state_id, extra, ()) for extra in full[1:]]
     return found
 
 

@@ -9,11 +9,12 @@ non-tensor state is touched.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from sharded_ckpt import plan as planning
 from sharded_ckpt import reader, rng, tree
@@ -34,11 +35,13 @@ from sharded_ckpt.group import Group
 from sharded_ckpt.handle import LoadResult
 from sharded_ckpt.layout import SetId
 from sharded_ckpt.manifest import Manifest
-from sharded_ckpt.slices import Entry
+from sharded_ckpt.slices import Entry, Slice
 from sharded_ckpt.sources.base import Parts, Source
 from sharded_ckpt.store import LocalStore
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 # Errors that travel between ranks by name: what one rank raises, all of them raise.
 _BY_NAME: dict[str, type[CheckpointError]] = {
@@ -99,24 +102,65 @@ class Loader:
             found = self._resolve(prefix, step, skip=tries - 1, fallback=fallback)
             if found is None:
                 return LoadResult(step=0)
-            error: CheckpointError | None = None
-            loaded: _Loaded | None = None
             try:
-                loaded = self._read(found, parts)
-            except StoreError as problem:
-                # A committed set whose file cannot be read is a damaged set.
-                error = ShardError(f"step {found.id.step}: {problem}", path=problem.path)
-            except CheckpointError as problem:
-                error = problem
-            # Nobody goes on until everybody could read: ranks that disagree here would hang in
-            # their next collective.
-            error = self._agree(prefix, error)
-            if error is None:
-                assert loaded is not None
-                return self._apply(prefix, found, loaded, parts)
-            if not (fallback and step is None and isinstance(error, CorruptError)):
+                return self._load(prefix, found, parts)
+            except CorruptError as error:
+                if not fallback or step is not None:
+                    raise
+                log.error("step %d is damaged, trying the one before: %s", found.id.step, error)
+
+    def _load(self, prefix: str, found: Found, parts: Parts) -> LoadResult:
+        """One step, in phases that all ranks pass together or not at all.
+
+        Ranks that disagreed would hang in their next collective, or train on different steps.
+        """
+        begun = self._together(f"{prefix}/plan", lambda: self._plan(found, parts))
+        nbytes = self._together(f"{prefix}/fill", begun.fill)
+        self._together(f"{prefix}/restore", lambda: self._restore(begun, parts))
+        self._source.refresh(parts)
+        self._together(f"{prefix}/finish", lambda: self._finish(found, begun, parts))
+        log.info(
+            "rank %d: loaded step %d: %d tensors, %d bytes",
+            self._source.rank,
+            found.id.step,
+            len(begun.targets),
+            nbytes,
+        )
+        return LoadResult(
+            step=found.id.step,
+            client_state=begun.client_state,
+            metrics=dict(found.manifest.metrics),
+            loaded={
+                "tensors": len(begun.targets),
+                "nbytes": nbytes,
+                "missing": begun.missing,
+                "extra": begun.extra,
+                "tag": begun.shared_state.get("tag"),
+            },
+            id=found.id,
+        )
+
+    def _together(self, key: str, work: Callable[[], T]) -> T:
+        """What ``work`` returns, once it has succeeded on every rank; else all ranks raise."""
+        error: CheckpointError | None = None
+        result: T | None = None
+        try:
+            result = work()
+        except Exception as problem:
+            error = _as_load_error(problem)
+        mine = b"" if error is None else _error_to_bytes(error, rank=self._group.rank)
+        answers = self._group.gather(key, mine, self._timeout_s)
+        first = next((a for a in answers if a), b"") if self._group.rank == 0 else None
+        first = self._group.broadcast(f"{key}/all", first, self._timeout_s)
+        if first:
+            agreed = _error_from(json.loads(first))
+            # A rank's own words, where they lead to the same consequence.
+            if error is not None and isinstance(error, CorruptError) == isinstance(
+                agreed, CorruptError
+            ):
                 raise error
-            log.error("step %d is damaged, the next older one is tried: %s", found.id.step, error)
+            raise agreed
+        return result  # type: ignore[return-value]
 
     # -- one manifest for all ----------------------------------------------------------------
 
@@ -125,8 +169,8 @@ class Loader:
         if self._group.rank == 0:
             try:
                 answer = self._lookup(step, skip, fallback and step is None)
-            except CheckpointError as error:
-                answer = _error_to_bytes(error, rank=0)
+            except Exception as error:
+                answer = _error_to_bytes(_as_load_error(error), rank=0)
         answer = self._group.broadcast(f"{prefix}/manifest", answer, self._timeout_s)
         message = json.loads(answer)
         if "error" in message:
@@ -160,39 +204,29 @@ class Loader:
                     below.append(self._store.path(name))
         return f"; there are steps in {', '.join(below[:3])}" if below else ""
 
-    def _agree(self, prefix: str, error: CheckpointError | None) -> CheckpointError | None:
-        mine = b"{}" if error is None else _error_to_bytes(error, rank=self._group.rank)
-        answers = self._group.gather(f"{prefix}/read", mine, self._timeout_s)
-        verdict: bytes | None = None
-        if self._group.rank == 0:
-            verdict = next((a for a in answers if a != b"{}"), b"{}")
-        verdict = self._group.broadcast(f"{prefix}/verdict", verdict, self._timeout_s)
-        if verdict == b"{}":
-            return None
-        return error if error is not None else _error_from(json.loads(verdict))
-
     # -- reading -----------------------------------------------------------------------------
 
-    def _read(self, found: Found, parts: Parts) -> _Loaded:
+    def _plan(self, found: Found, parts: Parts) -> _Begun:
+        """All that can be refused is refused here: no live tensor is touched."""
         manifest = found.manifest
         self._check_layout(manifest, parts)
         shards = reader.ShardReader(self._store, self._engine, found.id, manifest)
-        own = self._source.rank
+        everybody = list(range(manifest.world_size))
         # Without strictness "not saved" must mean in no shard at all.
         wide = self._source.reads_all_shards or not parts.strict
-        ranks = range(manifest.world_size) if wide else [own]
         try:
-            return self._fill(shards, list(ranks), found, parts)
+            ranks = everybody if wide else [self._source.rank]
+            return self._plan_from(shards, ranks, found, parts)
         except StateMismatch:
             if wide or manifest.world_size == 1:
                 raise
             # Something this rank needs is in another rank's shard (replicated tensors are cut
             # over ranks): look at all of them.
-            return self._fill(shards, list(range(manifest.world_size)), found, parts)
+            return self._plan_from(shards, everybody, found, parts)
 
-    def _fill(
+    def _plan_from(
         self, shards: reader.ShardReader, ranks: list[int], found: Found, parts: Parts
-    ) -> _Loaded:
+    ) -> _Begun:
         holdings = shards.holdings(ranks)
         saved: dict[str, Entry] = {name: held[0].entry for name, held in holdings.items()}
         targets = self._source.targets(saved, parts)
@@ -223,12 +257,12 @@ class Loader:
             client_state = rank_state["client_state"]
         else:
             client_state = tree.decode(found.manifest.client_state, shards.tensor_of(0))
-        # Everything that can be refused is refused before a live tensor is touched.
         self._check_stateful(rank_state, found, parts)
         self._source.check_saved(rank_state.get("source", {}), shared_state["source"], parts)
-        return _Loaded(
-            nbytes=shards.fill(reads, [t.tensor for t in targets]),
-            tensors=len(targets),
+        return _Begun(
+            shards=shards,
+            reads=reads,
+            targets=targets,
             rank_state=rank_state,
             shared_state=shared_state,
             client_state=client_state,
@@ -259,50 +293,26 @@ class Loader:
 
     # -- taking state back -------------------------------------------------------------------
 
-    def _apply(self, prefix: str, found: Found, loaded: _Loaded, parts: Parts) -> LoadResult:
-        manifest, rank_state = found.manifest, loaded.rank_state
-        failure: CheckpointError | None = None
+    def _restore(self, begun: _Begun, parts: Parts) -> None:
+        own = begun.rank_state.get("source", {})
         try:
-            self._source.restore(rank_state.get("source", {}), loaded.shared_state["source"], parts)
+            self._source.restore(own, begun.shared_state["source"], parts)
         except Exception as error:  # also what a scheduler of the user's raises
-            failure = LoadError(
+            raise LoadError(
                 f"the loaded state could not be taken back ({type(error).__name__}: {error}); the "
                 "training objects are partly loaded: load again, or start afresh"
-            )
-            failure.__cause__ = error
-        failure = self._agree(f"{prefix}/restored", failure)
-        if failure is not None:
-            raise failure
-        self._source.refresh(parts)
+            ) from error
+
+    def _finish(self, found: Found, begun: _Begun, parts: Parts) -> None:
         if parts.data:
-            for name, state in rank_state.get("stateful", {}).items():
+            for name, state in begun.rank_state.get("stateful", {}).items():
                 self._stateful[name].load_state_dict(state)
         # Last of all: everything above may draw random numbers.
         if parts.rng:
-            if "rng" in rank_state:
-                rng.restore(rank_state["rng"])
+            if "rng" in begun.rank_state:
+                rng.restore(begun.rank_state["rng"])
             else:
-                rng.reseed(manifest.run_id, found.id.step, self._source.rank)
-        log.info(
-            "rank %d: loaded step %d: %d tensors, %d bytes",
-            self._source.rank,
-            found.id.step,
-            loaded.tensors,
-            loaded.nbytes,
-        )
-        return LoadResult(
-            step=found.id.step,
-            client_state=loaded.client_state,
-            metrics=dict(manifest.metrics),
-            loaded={
-                "tensors": loaded.tensors,
-                "nbytes": loaded.nbytes,
-                "missing": loaded.missing,
-                "extra": loaded.extra,
-                "tag": loaded.shared_state.get("tag"),
-            },
-            id=found.id,
-        )
+                rng.reseed(found.manifest.run_id, found.id.step, self._source.rank)
 
     def _check_stateful(self, rank_state: Mapping[str, Any], found: Found, parts: Parts) -> None:
         saved = rank_state.get("stateful", {})
@@ -314,16 +324,25 @@ class Loader:
 
 
 @dataclass(slots=True)
-class _Loaded:
-    """What one rank has read: live tensors are filled, everything else is still to be applied."""
+class _Begun:
+    """A load that is planned and checked on this rank; ``fill`` overwrites the live tensors."""
 
-    nbytes: int
-    tensors: int
+    shards: reader.ShardReader
+    reads: list[planning.Read]
+    targets: list[Slice]
     rank_state: dict[str, Any]
     shared_state: dict[str, Any]
     client_state: Any
     missing: list[str]
     extra: list[str]
+
+    def fill(self) -> int:
+        """Reads into the live tensors, checksums included; the number of bytes."""
+        try:
+            return self.shards.fill(self.reads, [t.tensor for t in self.targets])
+        except CorruptError as error:
+            error.add_note("live tensors are partly overwritten")
+            raise
 
 
 def _belongs(entry: Entry, parts: Parts) -> bool:
@@ -342,6 +361,21 @@ def _only_derived(extra: list[str], wanted: set[str]) -> bool:
         name.startswith("model/") and "master/" + name.removeprefix("model/") in wanted
         for name in extra
     )
+
+
+def _as_load_error(error: Exception) -> CheckpointError:
+    """An error that every rank can be told of."""
+    if isinstance(error, StoreError):
+        # A file that a manifest names and that is not there is damage. Everything else (no
+        # permission, a device that fails) may pass, and must not make a job resume further back.
+        gone = error.errno in (errno.ENOENT, errno.ESTALE)
+        made: CheckpointError = (ShardError if gone else LoadError)(str(error))
+    elif isinstance(error, CheckpointError):
+        return error
+    else:
+        made = LoadError(f"{type(error).__name__}: {error}")
+    made.__cause__ = error
+    return made
 
 
 def _error_to_bytes(error: CheckpointError, rank: int) -> bytes:

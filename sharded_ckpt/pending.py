@@ -23,24 +23,24 @@ class PendingSaves:
     def unfinished_steps(self) -> list[int]:
         return [s.step for s in self._saves if not s.handle.done()]
 
-    def fence(self) -> bool:
-        """Waits until no source is being copied any more; whether there was anything to wait for.
+    def fence(self, *, block: bool = False) -> bool:
+        """Returns once no source is copied any more; whether there was anything to wait for.
 
         A failed copy does not raise: its save ends with the error, and training goes on.
         """
         waited = False
         for save in self._saves:
             snapshot = save.snapshot
-            if snapshot is None or snapshot.fenced:
+            if snapshot is None or snapshot.released:
                 continue
             waited = True
             try:
-                snapshot.fence(save.deadline)
+                snapshot.fence(save.deadline, block=block)
             except BaseException as error:
                 # The sources may change from here on: what is not copied yet must not be written.
                 save.error = save.error or error
                 snapshot.job.cancel()
-                snapshot.fenced = True
+                snapshot.released = True
                 if not isinstance(error, CheckpointError):
                     raise
         self._reap()

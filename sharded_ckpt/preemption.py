@@ -13,6 +13,7 @@ import json
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from types import FrameType
@@ -24,6 +25,10 @@ from sharded_ckpt.group import Group
 #: Decisions that stay readable. Training keeps ranks within a step or two of each other; a rank
 #: this far behind is not training with the others any more.
 LAG = 1024
+
+#: A scheduler and the launcher under it may both signal the same end of the job. A SIGTERM this
+#: soon after the first one says nothing new; a later one is somebody who does not want to wait.
+DUPLICATE_WITHIN_S = 5.0
 
 _PREEMPT = "preempt"
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
@@ -103,9 +108,10 @@ class Preemption:
     """Signals of the scheduler, such as SIGTERM before the machine is taken away.
 
     The handler only sets a flag. Handlers that were there before are not called, since many of
-    them exit; :meth:`uninstall` puts them back. A second SIGTERM takes its default action at once:
-    the process ends. So does the first one in a forked child (a DataLoader worker, say), which
-    inherits the handler but has nothing to save.
+    them exit; :meth:`uninstall` puts them back. A SIGTERM that comes more than
+    :data:`DUPLICATE_WITHIN_S` after the first one takes its default action: the process ends. So
+    does the first one in a forked child (a DataLoader worker, say), which inherits the handler but
+    has nothing to save.
     """
 
     def __init__(self, group: Group, signals: Sequence[signal.Signals] = _SIGNALS) -> None:
@@ -114,6 +120,7 @@ class Preemption:
         self._previous: dict[signal.Signals, Any] = {}
         self._pid = os.getpid()
         self._received: signal.Signals | None = None
+        self._terminated_s: float | None = None  # monotonic, of the first SIGTERM
         self._announced = False
         self._reason = ""
 
@@ -141,7 +148,7 @@ class Preemption:
     def uninstall(self) -> None:
         """Puts the previous handlers back where ours are still in place."""
         if threading.current_thread() is not threading.main_thread():
-            # Python cannot do it here. The handler left behind still ends at a second SIGTERM.
+            # Python cannot do it here. The handler left behind still ends at a later SIGTERM.
             return
         while self._previous:
             one, previous = self._previous.popitem()
@@ -174,10 +181,14 @@ class Preemption:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         # Nothing here may block, allocate much or log: this runs between any two bytecodes.
-        again = number == signal.SIGTERM and self._received == signal.SIGTERM
+        now_s, first_s = time.monotonic(), self._terminated_s
+        terminate = number == signal.SIGTERM
+        again = terminate and first_s is not None and now_s - first_s > DUPLICATE_WITHIN_S
         if again or os.getpid() != self._pid:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
             return
+        if terminate and first_s is None:
+            self._terminated_s = now_s
         if self._received is None or number == signal.SIGTERM:
             self._received = signal.Signals(number)

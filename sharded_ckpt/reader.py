@@ -27,6 +27,7 @@ from sharded_ckpt.errors import (
     ShardError,
     StateMismatch,
     StepNotFound,
+    StoreError,
     UsageError,
 )
 from sharded_ckpt.layout import SetId
@@ -79,7 +80,8 @@ def resolve(
     """The set that a load takes: of ``step``, or the newest full one (``skip``: not that many).
 
     ``None`` where the directory holds no set at all. With ``fallback``, sets whose manifest is
-    damaged are logged and count as not there; otherwise the error of the manifest is raised.
+    damaged are logged and count as not there; otherwise the error of the manifest is raised: it
+    cannot say whether its set was a full one. It names the newest sound full step below, if any.
     Raises :class:`StepNotFound` where there are sets but none that fits, and
     :class:`CorruptError` where ``skip`` has used them up.
     """
@@ -94,7 +96,7 @@ def resolve(
     if skip < len(sound):
         set_id, manifest = sound[skip]
         if not isinstance(manifest, Manifest):
-            raise manifest
+            raise _with_way_out(manifest, None if step is not None else _sound_step(sound))
         return set_id, manifest
     if choices:
         raise CorruptError(
@@ -111,6 +113,30 @@ def resolve(
             f"no full step in {store.path()}; steps {steps} hold weights only: name one of them"
         )
     return None
+
+
+def _sound_step(choices: Iterable[Candidate]) -> int | None:
+    """The newest full step that can be loaded by its number, past every damaged set above it."""
+    damaged: set[int] = set()
+    for set_id, manifest in choices:
+        if not isinstance(manifest, Manifest):
+            damaged.add(set_id.step)
+        elif set_id.step not in damaged:
+            return set_id.step
+    return None
+
+
+def _with_way_out(error: CheckpointError, step: int | None) -> CheckpointError:
+    if step is None:
+        return error
+    way_out = (
+        f"the newest sound full step below it is {step}: load(step={step}), or --step {step} on "
+        "the command line"
+    )
+    if isinstance(error, StoreError):
+        detail = f"{error.detail}; {way_out}" if error.detail else way_out
+        return StoreError(error.operation, error.path, error.errno or 0, detail)
+    return type(error)(f"{error}; {way_out}")
 
 
 def newest(store: LocalStore) -> tuple[SetId, Manifest]:

@@ -29,7 +29,7 @@ from sharded_ckpt.retention_catalog import (
     set_directories,
     unpin,
 )
-from sharded_ckpt.store import LocalStore
+from sharded_ckpt.store import LocalStore, StoreUncertain
 from sharded_ckpt.terms import check_superseded
 
 __all__ = [
@@ -73,18 +73,16 @@ class Retention:
         self._term = term
         self._emitter = emitter
         self._thin = thin
-        self._suspended = ""
+        self._uncertain: dict[SetId, str] = {}
         # Manifests never change, so each is read once; a large directory has thousands.
         self._known: dict[SetId, Committed] = {}
 
-    def suspend(self, reason: str) -> None:
-        """Deletes nothing until the next commit: the last one's outcome is not known."""
-        self._suspended = reason
+    def suspend(self, reason: str, id: SetId) -> None:
+        """From now on neither counts nor deletes ``id``: whether it is committed is not known.
 
-    @property
-    def suspended(self) -> str:
-        """Why nothing is deleted just now; empty when there is no reason."""
-        return self._suspended
+        It may look committed and be gone after a power cut, so no other set may go for its sake.
+        """
+        self._uncertain[id] = reason
 
     def run(
         self,
@@ -105,10 +103,12 @@ class Retention:
         if newest is None:
             log.warning("%s has gone since its commit; nothing is deleted", just_committed.dirname)
             return set()
-        self._suspended = ""
         decision = self._keep.decide(list(sets.values()))
         thin = [id for id in decision.thin if self._may_go(id, sets, newest)]
-        if self._shrink(thin, next_serial):
+        if thin:
+            # One a commit, so that the next save does not wait for many to be copied.
+            self._shrink(thin[-1], len(thin) - 1, next_serial)
+            check_superseded(self._store, self._term, just_committed.step)  # copying takes a while
             # A full set is retired only if a weights-only one of it is found on the disk.
             sets = self._survey()
             decision = self._keep.decide(list(sets.values()))
@@ -125,6 +125,9 @@ class Retention:
         """The committed sets whose manifests are sound."""
         found = {}
         for id in set_directories(self._store):
+            if id in self._uncertain:
+                log.info("%s stays, uncounted: %s", id.dirname, self._uncertain[id])
+                continue
             known = self._known.get(id)
             try:
                 if known is None:
@@ -150,21 +153,20 @@ class Retention:
         older = id.term <= self._term and set_.rank_key < newest.rank_key
         return older and id != newest.id and not set_.pinned
 
-    def _shrink(self, full: list[SetId], next_serial: Callable[[], int]) -> bool:
-        """Writes weights-only sets of full ones; returns whether there is a new one."""
-        thin, made = self._thin, False
-        if thin is None:
-            if full:
-                log.warning("%d sets stay full: nothing here writes weights-only sets", len(full))
-            return False
-        for id in full:
-            new = SetId.new(step=id.step, term=self._term, serial=next_serial())
-            try:
-                thin(read_manifest(self._store, id), new)
-                made = True
-            except CheckpointError as e:
-                log.warning("%s stays full: %s", id.dirname, e)
-        return made
+    def _shrink(self, id: SetId, later: int, next_serial: Callable[[], int]) -> None:
+        """Writes a weights-only set of the full set ``id``; ``later`` others are due as well."""
+        if self._thin is None:
+            log.warning("%d sets stay full: nothing here writes weights-only sets", later + 1)
+            return
+        if later:
+            log.info("%d more sets are due to shrink: one does after each commit", later)
+        new = SetId.new(step=id.step, term=self._term, serial=next_serial())
+        try:
+            self._thin(read_manifest(self._store, id), new)
+        except CheckpointError as e:
+            if isinstance(e, StoreUncertain):
+                self.suspend(str(e), new)
+            log.warning("%s stays full: %s", id.dirname, e)
 
     def _retire(self, id: SetId) -> None:
         began = time.time()
@@ -267,9 +269,11 @@ def gc_orphans(store: LocalStore, term: int) -> list[SetId]:
     for name in store.list_dir():
         trashed = layout.parse_trash_name(name)
         id = trashed or SetId.parse(name)
-        if id is None or id.term >= term or store.kind(name) != "dir":
+        if id is None or id.term >= term:
             continue
         try:
+            if store.kind(name) != "dir":
+                continue
             if trashed is None:
                 names = store.list_dir(name)
                 if layout.MANIFEST in names or layout.PIN in names:

@@ -99,7 +99,7 @@ def describe(store: LocalStore, manifest: Manifest) -> Committed:
         metrics=manifest.metrics,
         pinned=is_pinned(store, manifest.id),
         content=manifest.content,
-        rank_key=manifest.rank_key,
+        origin=manifest.origin,
     )
 
 

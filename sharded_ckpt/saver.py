@@ -32,6 +32,7 @@ from sharded_ckpt.capture import Captured
 from sharded_ckpt.checksum import crc32c
 from sharded_ckpt.coordinator import Coordinator
 from sharded_ckpt.engine import Engine
+from sharded_ckpt.engine_types import RELEASE_TIMEOUT_S
 from sharded_ckpt.errors import (
     CheckpointError,
     CommitUnknown,
@@ -65,8 +66,8 @@ class SaveState(enum.Enum):
 
 
 _TRANSITIONS: dict[SaveState, frozenset[SaveState]] = {
-    SaveState.COPYING: frozenset({SaveState.WRITING, SaveState.VOTED}),
-    SaveState.WRITING: frozenset({SaveState.VOTED}),
+    SaveState.COPYING: frozenset({SaveState.WRITING, SaveState.VOTED, SaveState.FAILED}),
+    SaveState.WRITING: frozenset({SaveState.VOTED, SaveState.FAILED}),
     SaveState.VOTED: frozenset({SaveState.COMMITTED, SaveState.FAILED}),
     SaveState.COMMITTED: frozenset(),
     SaveState.FAILED: frozenset(),
@@ -191,6 +192,12 @@ class Saver:
             thread.join(max(0.0, deadline - time.monotonic()))
             if thread.is_alive():
                 log.error("%s did not end within %g s", thread.name, timeout_s)
+                return  # it still uses its connection
+        if self._coordinator is not None:
+            # This process may host the store through which the others hear the last verdict.
+            getattr(self._coordinator, "settle", lambda: None)()
+        self._write_group.close()
+        self._commit_group.close()
 
     # -- background --------------------------------------------------------------------------
 
@@ -206,9 +213,10 @@ class Saver:
             except Exception as error:  # a bug; the ranks must still hear of it
                 log.exception("%s failed at step %d", name, save.step)
                 save.error = save.error or error
-                save.written.set()
                 save.opened.set()
-                if not save.handle.done():
+                if source is self._to_write:
+                    self._vote(save, Vote.no(**self._who(save), error=error))
+                elif not save.handle.done():
                     save.handle._finish(None, error)
 
     def _write(self, save: RankSave) -> None:
@@ -217,14 +225,22 @@ class Saver:
         except Exception as error:
             if not isinstance(error, CheckpointError) and error is not save.error:
                 log.exception("rank %d: writing step %d failed", self._rank, save.step)
-            save.error = save.error or error
-            ballot = save.ballot
-            vote = Vote.no(rank=self._rank, step=ballot.step, n=ballot.n, error=save.error)
+            staging = save.snapshot.error if save.snapshot is not None else None
+            save.error = save.error or staging or error
+            vote = Vote.no(**self._who(save), error=save.error)
         finally:
             save.opened.set()
             self._let_go(save)
-        save.move(SaveState.VOTED)
+        self._vote(save, vote)
+        self._emit(save, "voted", detail={"ok": vote.ok})
+
+    def _who(self, save: RankSave) -> dict[str, int]:
+        return {"rank": self._rank, "step": save.step, "n": save.ballot.n}
+
+    def _vote(self, save: RankSave, vote: Vote) -> None:
         try:
+            if save.state is not SaveState.FAILED:  # given up by the committer meanwhile
+                save.move(SaveState.VOTED)
             self._write_group.publish(vote.key, vote.to_bytes())
             if not vote.ok:
                 self._write_group.publish(vote.no_key, vote.to_bytes())
@@ -233,7 +249,6 @@ class Saver:
             log.error("rank %d could not vote on step %d: %s", self._rank, save.step, error)
         finally:
             save.written.set()
-        self._emit(save, "voted", detail={"ok": vote.ok})
 
     def _vote_of(self, save: RankSave) -> Vote:
         """Writes this rank's shard; its YES vote. Raises what the NO vote is about."""
@@ -309,13 +324,11 @@ class Saver:
         if save.error is not None:
             snapshot.job.cancel()
         try:
-            snapshot.job.release()
+            snapshot.let_go()
         except CheckpointError as error:
-            # Its memory is still being read: this buffer is lost to later saves.
-            log.error("rank %d: a staging buffer cannot be used again: %s", self._rank, error)
+            log.error("rank %d: a staging buffer cannot be used for now: %s", self._rank, error)
+            self._pool.give_up(snapshot)
             return
-        snapshot.sources.clear()
-        snapshot.fenced = True
         self._pool.release(snapshot.buffer)
 
     def _compare_sources(self, save: RankSave) -> None:
@@ -342,7 +355,15 @@ class Saver:
         except CheckpointError as problem:
             # Of two failures this rank's own says more: why it never got as far as a verdict.
             error = save.error or problem
-        save.written.wait()
+        # The writer has deadlines of its own; only a file system that hangs keeps it longer.
+        if not save.written.wait(save.left_s() + 2 * RELEASE_TIMEOUT_S):
+            stuck = SaveTimeout(
+                f"rank {self._rank} still waits for the file system; its part of step "
+                f"{save.step} was given up",
+                step=save.step,
+                rank=self._rank,
+            )
+            error, verdict = error or stuck, None
         if error is None:
             self._committed(save)
         else:
@@ -357,7 +378,7 @@ class Saver:
             return Coordinator.fetch_verdict(
                 self._commit_group, n=n, step=step, timeout_s=save.left_s() + margin_s
             )
-        save.opened.wait()
+        save.opened.wait(save.left_s())  # without a directory there is nothing to decide
         parts = save.captured.parts if save.captured is not None else None
         return self._coordinator.decide(
             n=n, step=step, id=save.id, parts=parts, timeout_s=save.left_s()
@@ -374,6 +395,8 @@ class Saver:
 
     def _failed(self, save: RankSave, error: BaseException, *, known: bool) -> None:
         save.move(SaveState.FAILED)
+        # What the coordinator knows of the layout may not be what was committed last.
+        self._known_layout = ""
         # A file whose set may be committed, for all that is known, is left alone.
         if known and not isinstance(error, CommitUnknown):
             self._remove_own_file(save)

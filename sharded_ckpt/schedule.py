@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 
 from sharded_ckpt.group import Group
 from sharded_ckpt.policy import Progress, SaveEvery
@@ -23,6 +24,7 @@ class Schedule:
         self._policy = policy
         self._group = group
         self._timeout_s = timeout_s
+        self._clones: list[Group] = []
         self._agreement: Agreement | None = None
         self._preemption: Preemption | None = None
         self._last_step = 0
@@ -40,7 +42,7 @@ class Schedule:
         if self._agreement is None:
             if policy is None or not policy.needs_agreement:
                 return policy is not None and policy.due(step, self._progress())
-            self._agreement = Agreement(self._group.clone(), timeout_s=self._timeout_s)
+            self._agreement = Agreement(self._clone(), timeout_s=self._timeout_s)
         if self._preemption is not None:
             self._preemption.announce()
         decision = self._agreement.decide(step, lambda: self._decide(step))
@@ -52,9 +54,9 @@ class Schedule:
     def install_signal_handlers(self) -> None:
         """From now on SIGTERM and SIGUSR1 on any rank make the next step due, and ``stop`` true."""
         if self._agreement is None:
-            self._agreement = Agreement(self._group.clone(), timeout_s=self._timeout_s)
+            self._agreement = Agreement(self._clone(), timeout_s=self._timeout_s)
         if self._preemption is None:
-            self._preemption = Preemption(self._group.clone())
+            self._preemption = Preemption(self._clone())
             self._preemption.install()
 
     def saved(self, step: int) -> None:
@@ -70,6 +72,13 @@ class Schedule:
     def close(self) -> None:
         if self._preemption is not None:
             self._preemption.uninstall()
+        for group in self._clones:
+            group.close()
+
+    def _clone(self) -> Group:
+        clone = self._group.clone()
+        self._clones.append(clone)
+        return clone
 
     def _decide(self, step: int) -> Decision:
         if self._preemption is not None and self._preemption.requested():
@@ -94,3 +103,27 @@ class Schedule:
             known = self._step_time_s
             self._step_time_s = took if known is None else 0.8 * known + 0.2 * took
         self._seen = (step, now)
+
+
+class BusyVote:
+    """Whether any rank has no free staging buffer: then all ranks skip a save, or none does."""
+
+    def __init__(self, group: Group, timeout_s: float) -> None:
+        self._group = group
+        self._timeout_s = timeout_s
+        self._asked: Counter[int] = Counter()
+        self._last_key = ""
+
+    def anywhere(self, step: int, busy_here: bool) -> bool:
+        """Every rank asks, with the same ``step``. Raises :class:`GroupTimeout`."""
+        # Counted by step, as saves are: a rank that left one out is with the others at the next.
+        self._asked[step] += 1
+        key = f"busy/{step}.{self._asked[step]}"
+        busy = self._group.gather(key, b"1" if busy_here else b"0", self._timeout_s)
+        answer = (b"1" if b"1" in busy else b"0") if self._group.rank == 0 else None
+        agreed = self._group.broadcast(f"{key}/all", answer, self._timeout_s) == b"1"
+        if self._group.rank == 0:
+            # Every rank has asked again, so all have read the answer of last time.
+            self._group.forget([self._last_key] if self._last_key else [])
+            self._last_key = f"{key}/all"
+        return agreed

@@ -31,6 +31,7 @@ from sharded_ckpt.tree import Json, parse_json
 FORMAT = 1
 ALIGN = 4096  # the data part starts on a page, which O_DIRECT asks for
 CHUNK_NBYTES = 4 * 1024 * 1024  # past this no device writes faster; a checksum per chunk
+MAX_CHUNK_NBYTES = 64 * 1024 * 1024  # each reading thread may hold one
 MAX_HEADER_NBYTES = 100_000_000  # what safetensors itself accepts
 MAX_NAME_LENGTH = 4096
 
@@ -93,8 +94,8 @@ def plan_shard(entries: Sequence[Entry], chunk_nbytes: int = CHUNK_NBYTES) -> Sh
     Raises :class:`UsageError` for a name that stands twice or a region outside its tensor, and
     :class:`UnsupportedError` for a dtype that the format does not know.
     """
-    if chunk_nbytes <= 0:
-        raise UsageError(f"chunk_nbytes must be positive, got {chunk_nbytes}")
+    if not 1 <= chunk_nbytes <= MAX_CHUNK_NBYTES:
+        raise UsageError(f"chunk_nbytes must be 1 to {MAX_CHUNK_NBYTES}, got {chunk_nbytes}")
     seen: set[str] = set()
     for entry in entries:
         if entry.name in seen:
@@ -275,7 +276,7 @@ class _Parser:
         if "state" not in about:
             raise ValueError("'state' is missing")
         world_size = _integer(about.get("world_size"), "world_size", 1, MAX_RANKS)
-        chunk_nbytes = _integer(about.get("chunk_nbytes"), "chunk_nbytes", 1)
+        chunk_nbytes = _integer(about.get("chunk_nbytes"), "chunk_nbytes", 1, MAX_CHUNK_NBYTES)
         spans = {
             name: self._span(name, _object(info, f"tensor {name!r:.200}"))
             for name, info in tensors.items()

@@ -15,6 +15,7 @@ from then on training may change them. DRAINING ends when the file is durable or
 from __future__ import annotations
 
 import enum
+import errno
 import logging
 import threading
 import time
@@ -24,7 +25,14 @@ from typing import TYPE_CHECKING, Any
 
 from sharded_ckpt.device import CopyStream, Mark, host_bytes, stream_for
 from sharded_ckpt.engine import Arena, Engine, Job
-from sharded_ckpt.errors import CheckpointError, SaveTimeout, UsageError
+from sharded_ckpt.engine_types import RELEASE_TIMEOUT_S
+from sharded_ckpt.errors import (
+    CheckpointError,
+    SaveTimeout,
+    StoreError,
+    UnsupportedError,
+    UsageError,
+)
 from sharded_ckpt.shard import CHUNK_NBYTES, ShardPlan
 from sharded_ckpt.slices import Slice
 
@@ -36,6 +44,13 @@ log = logging.getLogger(__name__)
 # Device copies are marked once per this many bytes: often enough that checksums and writes start
 # early, rarely enough that thousands of small tensors share one event.
 MARK_NBYTES = 64 << 20
+
+
+# Host tensors up to this size are copied at the call.
+SMALL_NBYTES = 64 << 10
+
+# (flat uint8 view of a source, position in the data part, nbytes)
+_Piece = tuple[Any, int, int]
 
 
 class BufferState(enum.Enum):
@@ -80,27 +95,30 @@ class Snapshot:
     stream: CopyStream | None = None
     last_mark: Mark | None = None  # behind all device copies; set once they are all queued
     queued: threading.Event = field(default_factory=threading.Event)
-    fenced: bool = False
+    stager: threading.Thread | None = None  # waits for device copies, one of them at a time
+    released: bool = False  # every source has been copied, or never will be
     error: BaseException | None = None
 
     def staged(self) -> bool:
-        """Whether every source has been copied. Never blocks."""
-        if self.fenced:
+        """Whether every source has been copied, or nothing is copied any more. Never blocks."""
+        if self.released:
             return True
-        if self.stream is not None and not (
-            self.queued.is_set() and self.last_mark is not None and self.last_mark.reached()
-        ):
+        if self.stream is not None and not self._device_copied():
             return False
-        return not self.reads_live_host or self.job.wait_staged(0)
+        try:
+            return not self.reads_live_host or self.job.wait_staged(0)
+        except CheckpointError:
+            return True  # a failed job reads no source
 
-    def fence(self, deadline: float) -> None:
+    def fence(self, deadline: float, *, block: bool = False) -> None:
         """Returns once training may change the sources.
 
         Host copies are waited for. For device copies the compute stream is made to wait and the
-        host is not, unless they still stream through a ring. Raises :class:`SaveTimeout` at the
-        deadline (monotonic seconds), and the error of the copy if it failed.
+        host is not, unless ``block`` asks for it or they still stream through a ring. Every call
+        makes the stream wait that is current then, until the copies are done. Raises
+        :class:`SaveTimeout` at the deadline (monotonic seconds), and the error of the copy.
         """
-        if self.fenced:
+        if self.released:
             return
         if self.stream is not None:
             if not self.queued.wait(max(0.0, deadline - time.monotonic())):
@@ -108,12 +126,39 @@ class Snapshot:
             if self.error is not None:
                 raise self.error
             assert self.last_mark is not None
-            self.stream.hold_compute(self.last_mark)
+            if block:
+                self.last_mark.wait()
+            elif not self.last_mark.reached():
+                self.stream.hold_compute(self.last_mark)
         if self.reads_live_host and not self.job.wait_staged(max(0.0, deadline - time.monotonic())):
             raise SaveTimeout(
                 "the snapshot was not copied by the deadline; the optimizer step waits for it"
             )
-        self.fenced = True
+        self.released = self.stream is None or self._device_copied()
+
+    def let_go(self) -> None:
+        """Ends every use of sources and arena; the job has ended or was cancelled before.
+
+        Raises :class:`StoreError` while a thread or a device copy still uses them: the buffer must
+        not be given to another save then.
+        """
+        self.job.release()
+        if self.stager is not None:
+            self.stager.join(RELEASE_TIMEOUT_S)
+            if self.stager.is_alive():
+                raise StoreError(
+                    "release staging buffer",
+                    str(self.buffer.index),
+                    errno.ETIMEDOUT,
+                    "device copies into it do not end",
+                )
+        if self.last_mark is not None:
+            self.last_mark.wait()
+        self.sources.clear()
+        self.released = True
+
+    def _device_copied(self) -> bool:
+        return self.queued.is_set() and self.last_mark is not None and self.last_mark.reached()
 
 
 class StagingPool:
@@ -135,7 +180,8 @@ class StagingPool:
         self._changed = threading.Condition()
         self._forced_stream = stream
         self._streams: dict[str, CopyStream | None] = {}
-        self._stager: threading.Thread | None = None
+        self._preparing: threading.Thread | None = None
+        self._lost: list[Snapshot] = []
 
     @property
     def nbytes(self) -> int:
@@ -162,10 +208,10 @@ class StagingPool:
         nbytes = sum(sizes) + CHUNK_NBYTES
 
         def allocate() -> None:
-            for _ in self._buffers:
-                buffer = self.acquire(timeout_s=0)
-                if buffer is None:
-                    return
+            taken = []
+            while (buffer := self.acquire(timeout_s=0)) is not None:
+                taken.append(buffer)
+            for buffer in taken:
                 try:
                     self._fit(buffer, nbytes, CHUNK_NBYTES, device)
                 except CheckpointError as error:
@@ -173,15 +219,28 @@ class StagingPool:
                 finally:
                     self.release(buffer)
 
-        thread = threading.Thread(target=allocate, name="sharded_ckpt-prepare", daemon=True)
-        thread.start()
-        return thread
+        self._preparing = threading.Thread(
+            target=allocate, name="sharded_ckpt-prepare", daemon=True
+        )
+        self._preparing.start()
+        return self._preparing
 
     def acquire(self, timeout_s: float) -> Buffer | None:
-        """A free buffer, now in state STAGING, or ``None`` when none gets free in time."""
+        """A free buffer, now in state STAGING, or ``None`` when none gets free in time.
+
+        Raises :class:`StoreError` when all buffers are held by devices that do not let go.
+        """
         deadline = time.monotonic() + timeout_s
         with self._changed:
             while True:
+                self._take_back()
+                if len(self._lost) == len(self._buffers):
+                    raise StoreError(
+                        "take a staging buffer",
+                        "",
+                        errno.EBUSY,
+                        f"all {len(self._buffers)} are held by files or devices that do not let go",
+                    )
                 for buffer in self._buffers:
                     if buffer.state is BufferState.FREE:
                         buffer.move(BufferState.STAGING)
@@ -190,13 +249,34 @@ class StagingPool:
                 if left <= 0 or not self._changed.wait(left):
                     return None
 
+    def give_up(self, snapshot: Snapshot) -> None:
+        """Keeps a buffer whose file or device does not let go of it, until it does."""
+        with self._changed:
+            self._lost.append(snapshot)
+
+    def _take_back(self) -> None:
+        """Frees buffers that were given up and are quiet now. Called with the lock held."""
+        for snapshot in list(self._lost):
+            try:
+                snapshot.job.release(0)
+            except CheckpointError:
+                continue
+            if snapshot.stager is not None and snapshot.stager.is_alive():
+                continue
+            self._lost.remove(snapshot)
+            snapshot.released = True
+            snapshot.buffer.move(BufferState.FREE)
+
     def release(self, buffer: Buffer) -> None:
         with self._changed:
             buffer.move(BufferState.FREE)
             self._changed.notify_all()
 
     def busy(self) -> bool:
+        if self._preparing is not None:
+            self._preparing.join()  # it only allocates, and ends
         with self._changed:
+            self._take_back()
             return all(b.state is not BufferState.FREE for b in self._buffers)
 
     def start(self, buffer: Buffer, slices: Sequence[Slice], plan: ShardPlan) -> Snapshot:
@@ -208,43 +288,60 @@ class StagingPool:
         sources: list[Any] = []
         addresses: list[tuple[int, int]] = []
         stream: CopyStream | None = None
+        reads_live_host = False
         for item in slices:
             tensor = item.tensor.detach()
-            if item.eager:
-                tensor = tensor.to("cpu", copy=True)
             nbytes = tensor.numel() * tensor.element_size()
+            # Small host tensors (step counters) are cloned: on a machine with a device the fence
+            # would otherwise wait for all copies because of them.
+            small = nbytes <= SMALL_NBYTES and tensor.device.type == "cpu"
+            if item.eager or small:
+                tensor = tensor.to("cpu", copy=True)
             of_tensor = self._stream_of(tensor)
             if of_tensor is not None:
+                if stream is not None and of_tensor is not stream:
+                    raise UnsupportedError(
+                        f"{item.entry.name} is on {tensor.device}, other tensors of this rank on "
+                        "another device: one rank saves from one device"
+                    )
                 stream = of_tensor
+            elif nbytes and not (item.eager or small):
+                reads_live_host = True
             sources.append(tensor)
             addresses.append((0 if of_tensor is not None else tensor.data_ptr(), nbytes))
         self._fit(buffer, plan.data_nbytes, plan.chunk_nbytes, device=stream is not None)
         assert buffer.arena is not None
         job = self._engine.start(buffer.arena, addresses, chunk_nbytes=plan.chunk_nbytes)
-        reads_live_host = any(
-            address and nbytes and not item.eager
-            for item, (address, nbytes) in zip(slices, addresses, strict=True)
-        )
         snapshot = Snapshot(plan, job, buffer, sources, reads_live_host, stream)
         if stream is None:
             snapshot.queued.set()
             return snapshot
+        try:
+            self._start_device(snapshot, stream, _device_pieces(sources, addresses, plan))
+        except BaseException:
+            # The sources must outlive the threads that read them.
+            job.cancel()
+            snapshot.let_go()
+            raise
+        return snapshot
+
+    def _start_device(
+        self, snapshot: Snapshot, stream: CopyStream, pieces: Sequence[_Piece]
+    ) -> None:
+        plan, arena = snapshot.plan, snapshot.buffer.arena
+        assert arena is not None
         stream.begin()
-        pieces = _device_pieces(sources, addresses, plan)
-        if plan.data_nbytes <= buffer.arena.nbytes:
+        work: Any = pieces
+        if plan.data_nbytes <= arena.nbytes:
             # Everything fits: queue all copies now, from the training thread, and let the stager
             # only wait for their marks. The host does not wait for the device here.
-            marks = _queue(stream, buffer.arena, pieces, plan, job=None)
-            snapshot.last_mark = marks[-1][1] if marks else stream.mark()
+            work = _queue(stream, arena, pieces, plan)
+            snapshot.last_mark = work[-1][1] if work else stream.mark()
             snapshot.queued.set()
-            work: Any = marks
-        else:
-            work = pieces
-        thread = threading.Thread(
+        snapshot.stager = threading.Thread(
             target=_stage, args=(snapshot, work), name="sharded_ckpt-stager", daemon=True
         )
-        thread.start()
-        return snapshot
+        snapshot.stager.start()
 
     def drain(self, snapshot: Snapshot) -> None:
         """Marks that all sources are copied; the buffer is now only read."""
@@ -252,7 +349,13 @@ class StagingPool:
             snapshot.buffer.move(BufferState.DRAINING)
 
     def close(self) -> None:
+        """Gives the memory back. Buffers whose device copies never ended stay page-locked."""
+        if self._preparing is not None:
+            self._preparing.join()
+        lost = {snapshot.buffer.index for snapshot in self._lost}
         for buffer in self._buffers:
+            if buffer.index in lost:
+                continue
             self._unlock(buffer)
             buffer.arena = None
 
@@ -287,10 +390,6 @@ class StagingPool:
             buffer.locked = False
 
 
-# (flat uint8 view of a source, position in the data part, nbytes)
-_Piece = tuple[Any, int, int]
-
-
 def _device_pieces(
     sources: Sequence[Any], addresses: Sequence[tuple[int, int]], plan: ShardPlan
 ) -> list[_Piece]:
@@ -312,7 +411,7 @@ def _device_pieces(
 
 
 def _queue(
-    stream: CopyStream, arena: Arena, pieces: Sequence[_Piece], plan: ShardPlan, job: Job | None
+    stream: CopyStream, arena: Arena, pieces: Sequence[_Piece], plan: ShardPlan
 ) -> list[tuple[int, Mark]]:
     """Queues copies; ``(offset below which the arena is filled, mark)`` for each batch."""
     memory = host_bytes(arena.address, arena.nbytes)
@@ -349,7 +448,7 @@ def _stage(snapshot: Snapshot, work: Any) -> None:
             for index, piece in enumerate(work):
                 while not job.wait_slot_for(piece[1], timeout_s=1.0):
                     pass  # ends with the job's error when it fails or is cancelled
-                _queue(stream, arena, [piece], plan, job)
+                _queue(stream, arena, [piece], plan)
                 snapshot.last_mark = stream.mark()
                 snapshot.last_mark.wait()
                 following = work[index + 1][1] if index + 1 < len(work) else plan.data_nbytes
@@ -363,5 +462,8 @@ def _stage(snapshot: Snapshot, work: Any) -> None:
         job.cancel()
     finally:
         if snapshot.last_mark is None:
-            snapshot.last_mark = stream.mark()
+            try:
+                snapshot.last_mark = stream.mark()
+            except Exception as error:  # a device that has failed altogether
+                snapshot.error = snapshot.error or error
         snapshot.queued.set()

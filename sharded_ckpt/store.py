@@ -137,7 +137,7 @@ class LocalStore:
         """Bytes of a regular file."""
         fd = self.open_read(name)
         try:
-            return os.fstat(fd).st_size
+            return self._call("stat", self.path(name), lambda: os.fstat(fd).st_size)
         finally:
             os.close(fd)
 
@@ -146,9 +146,13 @@ class LocalStore:
         path = self.path(name)
         with self._parent("open", name) as (parent, last):
             fd = self._call("open", path, lambda: os.open(last, _READ_FLAGS, dir_fd=parent))
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
+        try:
+            mode = self._call("stat", path, lambda: os.fstat(fd).st_mode)
+            if not stat.S_ISREG(mode):
+                raise StoreError("open", path, errno.EINVAL, "not a regular file")
+        except BaseException:
             os.close(fd)
-            raise StoreError("open", path, errno.EINVAL, "not a regular file")
+            raise
         return fd
 
     def read(self, name: str, max_nbytes: int) -> bytes:
@@ -156,7 +160,7 @@ class LocalStore:
         path = self.path(name)
         fd = self.open_read(name)
         try:
-            nbytes = os.fstat(fd).st_size
+            nbytes = self._call("stat", path, lambda: os.fstat(fd).st_size)
             if nbytes > max_nbytes:
                 detail = f"{nbytes} bytes, expected at most {max_nbytes}"
                 raise StoreError("read", path, errno.EFBIG, detail)
@@ -273,20 +277,41 @@ class LocalStore:
             if path.parent == path:
                 break
             path = path.parent
+        if not missing:
+            self._sync_found(path)
         for path in reversed(missing):
             try:
                 os.mkdir(path, DIR_MODE)
             except FileExistsError:
-                if path.is_dir():  # another rank was quicker
-                    continue
-                raise StoreError("mkdir", str(path), errno.ENOTDIR) from None
+                if not path.is_dir():
+                    raise StoreError("mkdir", str(path), errno.ENOTDIR) from None
+                self._sync_found(path)  # another rank was quicker
             except OSError as e:
                 raise StoreError("mkdir", str(path), e.errno or errno.EIO) from e
-            fd = self._call("open", str(path.parent), partial(os.open, path.parent, _DIR_FLAGS))
+            else:
+                above = str(path.parent)
+                fd = self._call("open", above, partial(os.open, above, _DIR_FLAGS))
+                try:
+                    self._fsync_dir(fd, above)
+                finally:
+                    os.close(fd)
+
+    def _sync_found(self, path: Path) -> None:
+        """Whoever made the directory may not have made its name durable, or not yet.
+
+        The directory above may be closed to this user; the checkpoint directory need not be.
+        """
+        above = str(path.parent)
+        try:
+            fd = self._call("open", above, lambda: os.open(above, _DIR_FLAGS))
             try:
-                self._fsync_dir(fd, str(path.parent))
+                self._effect("fsync", above, lambda: os.fsync(fd))
             finally:
                 os.close(fd)
+        except StoreError as e:
+            if e.errno not in (errno.EACCES, errno.EINVAL, errno.ENOENT):
+                raise
+            log.debug("the name of %s may not be durable: %s", path, e)
 
     def _write_new(self, parent: int, name: str, path: str, data: bytes) -> None:
         fd = self._effect(

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from typing import Any, BinaryIO, TypeVar
 
 from sharded_ckpt.errors import StoreError, UsageError
+from sharded_ckpt.layout import SetId, parse_term_file
 
 T = TypeVar("T")
 
@@ -33,13 +34,14 @@ def output_directory(target: str, *, overwrite: bool) -> Iterator[str]:
         for root, _, _ in os.walk(partial):
             fsync_directory(root)
         replaced = ""
-        if os.path.isdir(target) and os.listdir(target):
-            replaced = _beside(target, "replaced")
-            _call("rename", target, os.rename, target, replaced)
         try:
+            if os.path.isdir(target) and os.listdir(target):
+                replaced = _beside(target, "replaced")
+                _call("rename", target, os.rename, target, replaced)
             _call("rename", target, os.rename, partial, target)
-        except StoreError:
-            if replaced:
+        except BaseException:
+            # Also when a signal ends the run between the two renames, or just after one of them.
+            if replaced and not os.path.lexists(target):
                 os.rename(replaced, target)
             raise
         fsync_directory(os.path.dirname(target))
@@ -73,6 +75,35 @@ def check_target(target: str, *, directory: bool, overwrite: bool) -> None:
     empty = directory and not os.listdir(target)
     if not empty and not overwrite:
         raise UsageError(f"{target} exists already; choose another name, or pass --overwrite")
+
+
+def check_apart(target: str, root: str) -> None:
+    """Raises :class:`UsageError` where writing ``target`` could harm checkpoints.
+
+    ``root`` is the checkpoint directory, or one step directory, that is read. A target must not be
+    it, hold it or lie in it; nor lie in any step directory, which only the package writes to.
+    """
+    root = os.path.realpath(root)
+    parent = os.path.dirname(root)
+    if SetId.parse(os.path.basename(root)) and any(map(parse_term_file, _names(parent))):
+        root = parent  # a step directory in its place: the whole directory is protected
+    # A link is replaced, not followed, but where it points to is what the user means.
+    above, name = os.path.split(os.path.abspath(target))
+    for real in {os.path.realpath(target), os.path.join(os.path.realpath(above), name)}:
+        relation = ""
+        if real == root:
+            relation = "is"
+        elif _lies_in(root, real):
+            relation = "holds"
+        elif _lies_in(real, root):
+            relation = "lies in"
+        if relation:
+            raise UsageError(
+                f"{target} {relation} the checkpoint directory {root}; an export must not touch "
+                "it: choose a target outside"
+            )
+        if any(map(SetId.parse, real.split(os.sep))):
+            raise UsageError(f"{target} lies in a step directory; choose a target outside")
 
 
 def check_space(target: str, nbytes: int) -> None:
@@ -151,6 +182,14 @@ def _hidden(target: str) -> Iterator[str]:
             shutil.rmtree(partial, ignore_errors=True)
         elif os.path.lexists(partial):
             os.unlink(partial)
+
+
+def _lies_in(inner: str, outer: str) -> bool:
+    return inner != outer and os.path.commonpath([inner, outer]) == outer
+
+
+def _names(path: str) -> list[str]:
+    return _call("list", path, os.listdir, path)
 
 
 def _beside(target: str, what: str) -> str:

@@ -97,6 +97,18 @@ def test_damage_of_one_shard_is_refused_by_all_ranks_and_they_fall_back_together
         assert report["fallback"] == 1
 
 
+def test_a_load_that_one_rank_refuses_changes_nothing_on_any_rank(seen: dict[str, Pair]) -> None:
+    for report in seen["a_load_refused_on_one_rank_changes_nothing_on_the_others"]:
+        assert report["error"] in ("ShardError", "CorruptError") and report["untouched"]
+
+
+def test_p7_state_that_one_rank_cannot_take_back_fails_the_load_on_all(
+    seen: dict[str, Pair],
+) -> None:
+    for report in seen["state_that_one_rank_cannot_take_back"]:
+        assert report["error"] == "LoadError" and "not today" in report["message"]
+
+
 def test_replicated_data_is_written_once_in_equal_parts(seen: dict[str, Pair]) -> None:
     sizes = seen["replicated_tensors_are_cut_evenly"][0]["sizes"]
     assert len(sizes) == 2 and abs(sizes[0] - sizes[1]) <= 8192

@@ -102,8 +102,8 @@ def test_info_tells_what_a_step_holds(tmp_path: Path, run: Any) -> None:
 
 @pytest.mark.case("B122")
 def test_b122_a_file_where_a_directory_is_expected(tmp_path: Path, run: Any) -> None:
-    manifest = make_set(tmp_path, ONE)
-    inside = tmp_path / manifest.id.dirname
+    manifest = make_set(tmp_path / "set", ONE)
+    inside = tmp_path / "set" / manifest.id.dirname
     code, _, err = run("consolidate", inside / MANIFEST, tmp_path / "out")
     assert code == 2 and "is a file" in err and f"did you mean {inside}" in err
     code, _, err = run("gc", inside)
@@ -125,10 +125,10 @@ def test_b118_any_legal_path_works(tmp_path: Path, run: Any) -> None:
 
 @pytest.mark.case("B136")
 def test_b136_a_copied_step_is_whole_under_any_name(tmp_path: Path, run: Any) -> None:
-    manifest = make_set(tmp_path, ONE)
+    manifest = make_set(tmp_path / "set", ONE)
     (tmp_path / "elsewhere").mkdir()
     moved = tmp_path / "elsewhere" / "final model"
-    os.rename(tmp_path / manifest.id.dirname, moved)
+    os.rename(tmp_path / "set" / manifest.id.dirname, moved)
     assert run("verify", moved)[0] == 0
     assert run("consolidate", moved, tmp_path / "out")[0] == 0
     code, found, _ = run("ls", moved, "--json")
@@ -157,12 +157,12 @@ def test_p1_verify_names_every_damaged_region(tmp_path: Path, run: Any) -> None:
 
 @pytest.mark.case("B25", "B217")
 def test_b25_verify_names_empty_tensors_that_should_not_be(tmp_path: Path, run: Any) -> None:
-    manifest = make_set(tmp_path, {"model/full": torch.ones(3)}, world_size=2)
-    empty = _with_empty_tensor(tmp_path, manifest)
-    code, found, _ = run("verify", tmp_path / empty.id.dirname, "--json")
+    manifest = make_set(tmp_path / "set", {"model/full": torch.ones(3)}, world_size=2)
+    empty = _with_empty_tensor(tmp_path / "set", manifest)
+    code, found, _ = run("verify", tmp_path / "set" / empty.id.dirname, "--json")
     assert code == 1
     assert any("model/w" in damage["message"] for damage in found["sets"][0]["damage"])
-    code, _, err = run("consolidate", tmp_path / empty.id.dirname, tmp_path / "out")
+    code, _, err = run("consolidate", tmp_path / "set" / empty.id.dirname, tmp_path / "out")
     assert code == 1 and "model/w" in err and not (tmp_path / "out").exists()
 
 
@@ -187,8 +187,8 @@ def _with_empty_tensor(directory: Path, like: Manifest) -> Manifest:
 
 
 def test_consolidate_says_what_it_wrote(tmp_path: Path, run: Any) -> None:
-    make_set(tmp_path, ONE, step=4, aliases={"tied": "w"}, model_dtypes="BF16")
-    args = ("consolidate", tmp_path, tmp_path / "out", "--json")
+    make_set(tmp_path / "set", ONE, step=4, aliases={"tied": "w"}, model_dtypes="BF16")
+    args = ("consolidate", tmp_path / "set", tmp_path / "out", "--json")
     code, found, _ = run(*args, "--dry-run")
     assert code == 0 and found["dry_run"] and not (tmp_path / "out").exists()
     code, found, _ = run(*args)
@@ -217,9 +217,9 @@ def test_wrong_usage_exits_with_2(tmp_path: Path, run: Any) -> None:
         with pytest.raises(SystemExit) as caught:
             main(args)
         assert caught.value.code == 2
-    make_set(tmp_path, ONE)
-    assert run("consolidate", tmp_path, tmp_path / "o", "--max-shard-size", "0")[0] == 2
-    assert run("consolidate", tmp_path, "s3://bucket/x")[0] == 2
+    make_set(tmp_path / "set", ONE)
+    assert run("consolidate", tmp_path / "set", tmp_path / "o", "--max-shard-size", "0")[0] == 2
+    assert run("consolidate", tmp_path / "set", "s3://bucket/x")[0] == 2
 
 
 @pytest.mark.case("B131")
@@ -269,7 +269,7 @@ def test_b131_a_file_system_without_room_is_refused_before_a_byte_is_written(
 
 @pytest.mark.case("B97")
 def test_the_script_runs_from_anywhere_without_torch(tmp_path: Path) -> None:
-    make_set(tmp_path, ONE, model_dtypes="BF16")
+    make_set(tmp_path / "set", ONE, model_dtypes="BF16")
     blocked = tmp_path / "blocked"
     for name in ("torch", "deepspeed"):
         (blocked / name).mkdir(parents=True)
@@ -279,7 +279,7 @@ def test_the_script_runs_from_anywhere_without_torch(tmp_path: Path) -> None:
             [
                 sys.executable,
                 ROOT / "scripts" / "consolidate.py",
-                tmp_path,
+                tmp_path / "set",
                 tmp_path / output,
                 "--to",
                 to,
@@ -430,6 +430,19 @@ def test_diff_compares_overrides_by_their_elements(tmp_path: Path, run: Any) -> 
         assert (code, err) == (0 if elements is None else 1, "")
 
 
+def test_diff_compares_copies_rank_by_rank(tmp_path: Path, run: Any) -> None:
+    for step, values in enumerate(([1, 2], [1, 5], [1, 2, 2]), 1):
+        copies = {"buffer/n": [np.int64(value) for value in values]}
+        make_set(tmp_path, ONE, step=step, serial=step, world_size=len(values), copies=copies)
+    ends = ("diff", tmp_path, tmp_path, "--json", "--step-a", 1, "--step-b")
+    assert run(*ends, 1, "--bytes")[1]["equal"]
+    code, found, _ = run(*ends, 2)
+    assert code == 1 and [(v["name"], v["elements"]) for v in found["values"]] == [("buffer/n", 1)]
+    code, found, _ = run(*ends, 3)
+    assert (code, found["values"]) == (1, [])
+    assert found["ranks"] == [{"name": "buffer/n", "a": [0, 1], "b": [0, 1, 2]}]
+
+
 # ---- gc, pin
 
 
@@ -466,3 +479,15 @@ def test_pins_are_set_and_taken_back(tmp_path: Path, run: Any) -> None:
         assert run("ls", tmp_path, "--json")[1]["steps"][0]["pinned"] is pinned
     code, _, err = run("pin", tmp_path, "--step", 9)
     assert code == 1 and "step 9" in err
+
+
+def test_unpin_takes_back_every_pin_of_the_step(tmp_path: Path, run: Any) -> None:
+    first = make_set(tmp_path, ONE, step=8)
+    run("pin", tmp_path, "--step", 8)
+    again = make_set(tmp_path, ONE, step=8, serial=2)
+    run("pin", tmp_path, "--step", 8)
+    code, found, _ = run("unpin", tmp_path, "--step", 8, "--json")
+    assert code == 0
+    assert found["paths"] == [str(tmp_path / made.id.dirname) for made in (again, first)]
+    assert not any(step["pinned"] for step in run("ls", tmp_path, "--json")[1]["steps"])
+    assert run("unpin", tmp_path, "--step", 9)[0] == 1

@@ -329,6 +329,54 @@ def test_the_store_does_not_grow_with_saves(tmp_path: Path) -> None:
     assert max(sizes[3:]) <= max(sizes[:3]) + 4
 
 
+def test_keys_go_after_failures_and_when_a_rank_never_comes_by(tmp_path: Path, monkeypatch) -> None:
+    job = Job(tmp_path, 1)
+    for step in (1, 2):
+        job.save(step, per_rank={0: {"fail": StoreError("write", "f", errno.EIO)}})
+        job.coordinator.after_failure(SetId(1, step, step, "00000000"))
+    board = job.groups[0].board.values
+    assert sorted(board) == [Ballot.at_key(0)]
+    monkeypatch.setattr(coordinator_module, "_MAX_BALLOTS", 2)
+    for step in (3, 4, 5, 6):
+        assert outcomes(job.save(step, acknowledge=False)) == ["committed"]
+    assert [key for key in board if key.startswith("verdict/")] == [
+        Ballot(step, 1).verdict_key for step in (4, 5, 6)
+    ]
+
+
+def test_settle_waits_for_the_last_ranks_but_not_for_ever(tmp_path: Path) -> None:
+    job = Job(tmp_path, 2)
+    job.coordinator.settle()  # nothing was saved
+    job.save(10, per_rank={1: {"acknowledge": False}})
+    began = time.monotonic()
+    job.coordinator.settle(0.05)
+    assert 0.05 <= time.monotonic() - began < 5
+    settled = threading.Thread(target=job.coordinator.settle, args=(60.0,))
+    settled.start()
+    assert settled.is_alive()
+    Coordinator.acknowledge(job.groups[1], n=1, step=10)
+    settled.join(30)
+    assert not settled.is_alive()
+
+
+@pytest.mark.parametrize("late_s", [1.0, 30.0])
+def test_p7_nothing_is_committed_when_the_others_have_given_up(
+    tmp_path: Path, monkeypatch, late_s: float
+) -> None:
+    job = Job(tmp_path, 1)
+    id = job.coordinator.open_attempt(10, n=1)
+    vote = job.vote(id, 0)
+    job.groups[0].publish(vote.key, vote.to_bytes())
+    now = time.monotonic
+    monkeypatch.setattr(time, "monotonic", lambda: now() + job.timeout_s + late_s)
+    verdict = job.coordinator.decide(n=1, step=10, id=id, parts=parts(), timeout_s=0.0)
+    if late_s < coordinator_module.GRACE_S:
+        assert verdict.outcome is Outcome.COMMITTED, verdict.message
+    else:
+        assert verdict.outcome is Outcome.TIMEOUT and "after its deadline" in verdict.message
+        assert offered(job.store) == []
+
+
 def test_p9_a_commit_of_4096_ranks_is_linear(tmp_path: Path) -> None:
     def commit(world_size: int) -> tuple[int, int]:
         store = CountingStore(tmp_path / str(world_size))

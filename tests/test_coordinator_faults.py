@@ -12,10 +12,12 @@ from pathlib import Path
 import pytest
 
 from sharded_ckpt import layout
-from sharded_ckpt.errors import CommitUnknown, StoreError
+from sharded_ckpt.coordinator import Coordinator
+from sharded_ckpt.errors import CommitUnknown, SaveAborted, StoreError
 from sharded_ckpt.keep import Keep
 from sharded_ckpt.layout import MANIFEST, SetId
 from sharded_ckpt.store import LocalStore
+from sharded_ckpt.votes import Outcome
 from tests.job import Job, offered, outcomes, parts
 
 # ---- failures of rank 0's own store
@@ -73,13 +75,25 @@ def test_p6_an_unknown_outcome_is_said_and_deletes_nothing(tmp_path: Path, at: s
     assert outcomes(results) == ["unknown"] * 2
     error = results[1].as_error()
     assert isinstance(error, CommitUnknown) and "nothing was deleted" in str(error)
-    assert job.retention.suspended
     store.fault = FaultyStore.fault
     assert len([n for n in store.list_dir() if SetId.parse(n)]) == 2
     assert 10 in offered(store)
     assert outcomes(job.save(30)) == ["committed"] * 2
-    assert not job.retention.suspended
-    assert offered(store) == [30]
+    # It stays, whether it looks committed or not: this job cannot tell.
+    assert [id.step for n in store.list_dir() if (id := SetId.parse(n))] == [20, 30]
+
+
+def test_p6_a_set_of_unknown_outcome_does_not_count_as_kept(tmp_path: Path) -> None:
+    store = FaultyStore(tmp_path)
+    job = Job(tmp_path, 2, store=store, keep=Keep(last=2))
+    assert outcomes(job.save(10)) == ["committed"] * 2
+    store.fault = directory_fault(store)
+    assert outcomes(job.save(20)) == ["unknown"] * 2
+    store.fault = FaultyStore.fault
+    assert outcomes(job.save(30)) == ["committed"] * 2
+    assert offered(store) == [10, 20, 30]
+    assert outcomes(job.save(40)) == ["committed"] * 2
+    assert offered(store) == [20, 30, 40]
 
 
 def directory_fault(store: LocalStore):
@@ -110,6 +124,17 @@ def test_p7_a_state_that_does_not_fit_a_manifest_is_told_to_every_rank(tmp_path:
     results = job.save(10, parts_=parts(metrics={"loss": "text"}))
     assert outcomes(results) == ["aborted"] * 2
     assert outcomes(job.save(20)) == ["committed"] * 2
+
+
+def test_p7_a_step_that_has_no_name_is_told_to_every_rank(tmp_path: Path) -> None:
+    job = Job(tmp_path, 2)
+    step = layout.MAX_STEP + 1
+    with pytest.raises(ValueError, match="step must be between"):
+        job.coordinator.open_attempt(step, n=1)
+    with pytest.raises(SaveAborted, match="rank 0 could not begin step"):
+        Coordinator.fetch_attempt(job.groups[1], n=1, step=step, timeout_s=0.5)
+    verdict = job.coordinator.decide(n=1, step=step, id=None, parts=None)
+    assert verdict.outcome is Outcome.ABORTED and "step must be between" in verdict.message
 
 
 # ---- crashes: a child process is killed before each effect on the disk in turn

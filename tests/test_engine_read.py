@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import random
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -155,3 +157,33 @@ def test_requests_that_cannot_be_right_say_the_same(shard: Path) -> None:
             messages.setdefault(kind, []).append(str(caught.value))
         engine.close()
     assert messages["native"] == messages["python"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_chunk_that_memory_has_no_room_for_is_an_error(tmp_path: Path, kind: str) -> None:
+    code = """
+import ctypes, resource, sys
+from sharded_ckpt.engine import select_engine
+from sharded_ckpt.errors import StoreError
+nbytes = 4 << 30
+engine = select_engine(sys.argv[1])
+buffer = ctypes.create_string_buffer(1)
+now = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (now + (2 << 30), now + (2 << 30)))
+try:
+    engine.read(sys.argv[2], header_nbytes=0, data_nbytes=nbytes, chunk_nbytes=nbytes, crcs=[0],
+                spans=[(0, 1, ctypes.addressof(buffer))])
+except StoreError as error:
+    print(error.operation, error.errno, error.path == sys.argv[2])
+"""
+    path = tmp_path / "shard"
+    path.touch()
+    os.truncate(path, 4 << 30)  # sparse
+    done = subprocess.run(
+        [sys.executable, "-c", code, kind, str(path)],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stdout) == (0, f"allocate {errno.ENOMEM} True\n"), done.stderr

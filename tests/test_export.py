@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import zipfile
 from collections.abc import Callable
 from dataclasses import replace
@@ -22,9 +23,11 @@ from sharded_ckpt.errors import ShardError, StateMismatch, UsageError
 from sharded_ckpt.export import ModelView, Request, Selection, consolidate, plan_export
 from sharded_ckpt.export import orbax as orbax_export
 from sharded_ckpt.export.cast import cast_into
+from sharded_ckpt.layout import term_file
 from sharded_ckpt.manifest import Manifest
 from sharded_ckpt.reader import ShardReader
 from sharded_ckpt.store import LocalStore
+from sharded_ckpt.store_output import check_apart, output_directory
 from tests.make_set import CUTS, make_set
 
 BF16 = torch.bfloat16
@@ -108,7 +111,7 @@ def test_p5_every_cut_gives_the_same_model(tmp_path: Path, cut: str, to: str) ->
         "b.scale": torch.ones(()),
     }
     manifest = make_set(
-        tmp_path,
+        tmp_path / "set",
         {f"master/{name}": value for name, value in masters.items()}
         | {
             "optim/a.weight/exp_avg": torch.randn(33, 20),
@@ -121,7 +124,7 @@ def test_p5_every_cut_gives_the_same_model(tmp_path: Path, cut: str, to: str) ->
         chunk_nbytes=128,
     )
     name, load = LOADERS[to]
-    export(tmp_path, manifest, tmp_path / name, format=to)
+    export(tmp_path / "set", manifest, tmp_path / name, format=to)
     got = load(tmp_path / name)
     assert set(got) == {"a.weight", "a.bias", "b.scale", "frozen", "count"}
     assert all(same(got[name], value.to(BF16)) for name, value in masters.items())
@@ -131,7 +134,7 @@ def test_p5_every_cut_gives_the_same_model(tmp_path: Path, cut: str, to: str) ->
 def test_overrides_belong_to_the_models_own_dtype(tmp_path: Path) -> None:
     master, given = torch.randn(40, 5), torch.randn(12).to(BF16)
     manifest = make_set(
-        tmp_path,
+        tmp_path / "set",
         {"master/w": master},
         world_size=2,
         model_dtypes="BF16",
@@ -141,7 +144,7 @@ def test_overrides_belong_to_the_models_own_dtype(tmp_path: Path) -> None:
     want.view(-1)[77:89] = given
     for dtype, expected in ((None, want), ("BF16", want), ("F32", master), ("F16", master.half())):
         target = tmp_path / f"out-{dtype}"
-        export(tmp_path, manifest, target, selection=Selection(dtype=dtype))
+        export(tmp_path / "set", manifest, target, selection=Selection(dtype=dtype))
         assert same(load_file(target / "model.safetensors")["w"], expected), dtype
 
 
@@ -154,17 +157,17 @@ def test_windows_of_any_size_give_the_same_bytes(
         "master/c": torch.randn(3),
     }
     manifest = make_set(
-        tmp_path,
+        tmp_path / "set",
         saved,
         cut="columns",
         world_size=3,
         model_dtypes={"a": "BF16", "c": "F16"},
         overrides={"model/a": [(500, torch.randn(60).to(BF16))]},
     )
-    export(tmp_path, manifest, tmp_path / "whole")
+    export(tmp_path / "set", manifest, tmp_path / "whole")
     for window in (1, 8, 100, 1000):
         monkeypatch.setattr("sharded_ckpt.export.stream.WINDOW_NBYTES", window)
-        export(tmp_path, manifest, tmp_path / f"{window}")
+        export(tmp_path / "set", manifest, tmp_path / f"{window}")
         one, other = (tmp_path / name / "model.safetensors" for name in ("whole", f"{window}"))
         assert one.read_bytes() == other.read_bytes()
 
@@ -177,11 +180,17 @@ def test_b110_b111_buffers_and_integers_keep_their_dtype(tmp_path: Path) -> None
         "mask": torch.tensor([True, False]),
     }
     manifest = make_set(
-        tmp_path,
+        tmp_path / "set",
         {"master/w": torch.randn(4), "model/index": torch.arange(3), "model/z": torch.ones(2) + 1j},
         copies={f"buffer/{name}": value for name, value in kept.items()},
     )
-    export(tmp_path, manifest, tmp_path / "o.pt", format="torch", selection=Selection(dtype="F16"))
+    export(
+        tmp_path / "set",
+        manifest,
+        tmp_path / "o.pt",
+        format="torch",
+        selection=Selection(dtype="F16"),
+    )
     got = torch.load(tmp_path / "o.pt", weights_only=True)
     assert all(same(got[name], value) for name, value in kept.items())
     dtypes = [got[name].dtype for name in ("w", "index", "z")]
@@ -191,13 +200,13 @@ def test_b110_b111_buffers_and_integers_keep_their_dtype(tmp_path: Path) -> None
 def test_optimizer_state_is_exported_on_request(tmp_path: Path) -> None:
     master, moment = torch.randn(8, 3), torch.randn(8, 3)
     manifest = make_set(
-        tmp_path,
+        tmp_path / "set",
         {"master/module.w": master, "optim/module.w/exp_avg": moment},
         copies={"optim/module.w/step": torch.tensor(9.0)},
         model_dtypes="BF16",
     )
     selection = Selection(optimizer=True, strip_prefixes=("module.",))
-    export(tmp_path, manifest, tmp_path / "out", selection=selection)
+    export(tmp_path / "set", manifest, tmp_path / "out", selection=selection)
     got = load_file(tmp_path / "out" / "model.safetensors")
     assert set(got) == {"w", "master/w", "optim/w/exp_avg", "optim/w/step"}
     assert same(got["w"], master.to(BF16)) and same(got["master/w"], master)
@@ -207,7 +216,7 @@ def test_optimizer_state_is_exported_on_request(tmp_path: Path) -> None:
 @pytest.mark.case("B73", "B232", "B233")
 def test_b73_trainable_parameters_alone(tmp_path: Path) -> None:
     manifest = make_set(
-        tmp_path,
+        tmp_path / "set",
         {
             "model/base.weight": torch.ones(4),
             "model/lora.A": torch.ones(2),
@@ -216,17 +225,19 @@ def test_b73_trainable_parameters_alone(tmp_path: Path) -> None:
         },
         copies={"buffer/mean": torch.ones(1)},
     )
-    export(tmp_path, manifest, tmp_path / "out", selection=Selection(trainable_only=True))
+    export(tmp_path / "set", manifest, tmp_path / "out", selection=Selection(trainable_only=True))
     assert set(load_file(tmp_path / "out" / "model.safetensors")) == {"lora.A", "lora.B"}
-    silent = make_set(tmp_path, {"model/w": torch.ones(4)}, serial=2)
+    silent = make_set(tmp_path / "set", {"model/w": torch.ones(4)}, serial=2)
     with pytest.raises(UsageError, match="only-trainable"):
-        export(tmp_path, silent, tmp_path / "no", selection=Selection(trainable_only=True))
+        export(tmp_path / "set", silent, tmp_path / "no", selection=Selection(trainable_only=True))
 
 
 def test_names_that_would_collide_are_refused(tmp_path: Path) -> None:
-    manifest = make_set(tmp_path, {"model/a.w": torch.ones(1), "model/w": torch.ones(1)})
+    manifest = make_set(tmp_path / "set", {"model/a.w": torch.ones(1), "model/w": torch.ones(1)})
     with pytest.raises(UsageError, match="'w'"):
-        export(tmp_path, manifest, tmp_path / "o", selection=Selection(strip_prefixes=("a.",)))
+        export(
+            tmp_path / "set", manifest, tmp_path / "o", selection=Selection(strip_prefixes=("a.",))
+        )
 
 
 # ---- formats
@@ -235,8 +246,8 @@ def test_names_that_would_collide_are_refused(tmp_path: Path) -> None:
 def test_large_models_are_cut_into_files_with_an_index(tmp_path: Path) -> None:
     sizes = [10, 3000, 10, 400, 700, 700]
     saved = {f"model/layers.{i}.w": torch.randn(size) for i, size in enumerate(sizes)}
-    manifest = make_set(tmp_path, saved, world_size=2)
-    export(tmp_path, manifest, tmp_path / "out", max_shard_nbytes=4000)
+    manifest = make_set(tmp_path / "set", saved, world_size=2)
+    export(tmp_path / "set", manifest, tmp_path / "out", max_shard_nbytes=4000)
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     files = sorted(set(index["weight_map"].values()))
     count = len(files)
@@ -254,12 +265,12 @@ def test_large_models_are_cut_into_files_with_an_index(tmp_path: Path) -> None:
 def test_b21_tied_names_are_one_tensor_everywhere(tmp_path: Path) -> None:
     saved = torch.randn(6, 2)
     aliases = {"head.weight": "embed.weight", "decoder.weight": "embed.weight"}
-    manifest = make_set(tmp_path, {"model/embed.weight": saved}, aliases=aliases)
-    export(tmp_path, manifest, tmp_path / "out")
+    manifest = make_set(tmp_path / "set", {"model/embed.weight": saved}, aliases=aliases)
+    export(tmp_path / "set", manifest, tmp_path / "out")
     with safe_open(tmp_path / "out" / "model.safetensors", "pt") as file:
         assert list(file.keys()) == ["embed.weight"]
         assert file.metadata() == {"format": "pt", **aliases}
-    export(tmp_path, manifest, tmp_path / "out.pt", format="torch")
+    export(tmp_path / "set", manifest, tmp_path / "out.pt", format="torch")
     got = torch.load(tmp_path / "out.pt", weights_only=True)
     assert set(got) == {"embed.weight", *aliases}
     assert len({tensor.data_ptr() for tensor in got.values()}) == 1
@@ -279,8 +290,8 @@ def test_a_torch_file_holds_every_dtype_and_shape(tmp_path: Path) -> None:
         "model/complex": torch.ones(2) * 1j,
         "model/größe ☃": torch.arange(2, dtype=torch.int32),
     }
-    manifest = make_set(tmp_path, saved, world_size=3)
-    export(tmp_path, manifest, tmp_path / "out.pt", format="torch")
+    manifest = make_set(tmp_path / "set", saved, world_size=3)
+    export(tmp_path / "set", manifest, tmp_path / "out.pt", format="torch")
     for mmap in (False, True):
         got = torch.load(tmp_path / "out.pt", weights_only=True, mmap=mmap)
         assert set(got) == {name.removeprefix("model/") for name in saved}
@@ -310,8 +321,8 @@ def test_orbax_restores_tensors_of_many_chunks(
         "model/long": torch.arange(200),
         "model/flag": torch.tensor(True),
     }
-    manifest = make_set(tmp_path, saved, world_size=2, aliases={"tied": "w"})
-    export(tmp_path, manifest, tmp_path / "out", format="orbax")
+    manifest = make_set(tmp_path / "set", saved, world_size=2, aliases={"tied": "w"})
+    export(tmp_path / "set", manifest, tmp_path / "out", format="orbax")
     got = load_orbax(tmp_path / "out")
     assert all(same(got[name.removeprefix("model/")], value) for name, value in saved.items())
     metadata = json.loads((tmp_path / "out" / "_METADATA").read_text())
@@ -335,65 +346,133 @@ def test_chunks_are_consecutive_runs(shape: tuple[int, ...], limit: int) -> None
 
 @pytest.mark.case("B123")
 def test_b123_missing_shards_are_listed_by_rank(tmp_path: Path) -> None:
-    manifest = make_set(tmp_path, {"master/w": torch.ones(64)}, world_size=5)
+    manifest = make_set(tmp_path / "set", {"master/w": torch.ones(64)}, world_size=5)
     for rank in (1, 3):
-        (tmp_path / manifest.shards[rank].path).unlink()
+        (tmp_path / "set" / manifest.shards[rank].path).unlink()
     with pytest.raises(ShardError, match=r"2 of 5 shards.*rank 1 .*rank 3"):
-        export(tmp_path, manifest, tmp_path / "out")
+        export(tmp_path / "set", manifest, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.case("B230")
 def test_b230_a_hole_is_an_error_that_names_the_tensor(tmp_path: Path) -> None:
     manifest = make_set(
-        tmp_path, {"master/w": torch.ones(64), "master/v": torch.ones(1)}, world_size=4
+        tmp_path / "set", {"master/w": torch.ones(64), "master/v": torch.ones(1)}, world_size=4
     )
     holed = replace(manifest, shards=manifest.shards[:2] + manifest.shards[3:])
     with pytest.raises(StateMismatch, match=r"master/w: elements 32:48"):
-        export(tmp_path, holed, tmp_path / "out")
+        export(tmp_path / "set", holed, tmp_path / "out")
 
 
 def test_p1_damage_leaves_no_output_and_the_old_one_untouched(tmp_path: Path) -> None:
-    manifest = make_set(tmp_path, {"master/w": torch.randn(1000)}, world_size=2)
+    manifest = make_set(tmp_path / "set", {"master/w": torch.randn(1000)}, world_size=2)
     for to, (name, _) in LOADERS.items():
         (tmp_path / to).mkdir()
-        export(tmp_path, manifest, tmp_path / to / name, format=to)
+        export(tmp_path / "set", manifest, tmp_path / to / name, format=to)
     ref = manifest.shards[1]
-    data = bytearray((tmp_path / ref.path).read_bytes())
+    data = bytearray((tmp_path / "set" / ref.path).read_bytes())
     data[-1] ^= 1
-    (tmp_path / ref.path).write_bytes(data)
+    (tmp_path / "set" / ref.path).write_bytes(data)
     for to, (name, load) in LOADERS.items():
         with pytest.raises(ShardError, match="rank 1"):
-            export(tmp_path, manifest, tmp_path / to / name, format=to, overwrite=True)
+            export(tmp_path / "set", manifest, tmp_path / to / name, format=to, overwrite=True)
         assert os.listdir(tmp_path / to) == [name]
         assert load(tmp_path / to / name)["w"].shape == (1000,)
 
 
 def test_an_existing_output_is_replaced_only_on_request(tmp_path: Path) -> None:
-    one = make_set(tmp_path, {"model/w": torch.ones(3)})
-    two = make_set(tmp_path, {"model/w": torch.zeros(3)}, serial=2)
+    one = make_set(tmp_path / "set", {"model/w": torch.ones(3)})
+    two = make_set(tmp_path / "set", {"model/w": torch.zeros(3)}, serial=2)
     for to, (name, load) in LOADERS.items():
         (tmp_path / to).mkdir()
         target = tmp_path / to / name
-        export(tmp_path, one, target, format=to)
+        export(tmp_path / "set", one, target, format=to)
         with pytest.raises(UsageError, match="overwrite"):
-            export(tmp_path, two, target, format=to)
+            export(tmp_path / "set", two, target, format=to)
         assert load(target)["w"].sum() == 3
-        export(tmp_path, two, target, format=to, overwrite=True)
+        export(tmp_path / "set", two, target, format=to, overwrite=True)
         assert load(target)["w"].sum() == 0
         assert os.listdir(tmp_path / to) == [name]
     with pytest.raises(UsageError, match="does not exist"):
-        export(tmp_path, one, tmp_path / "no" / "such")
+        export(tmp_path / "set", one, tmp_path / "no" / "such")
 
 
 def test_the_view_needs_no_bytes(tmp_path: Path) -> None:
     """A plan reads headers only: it is quick for a set of any size."""
-    manifest = make_set(tmp_path, {"model/w": torch.ones(8)}, world_size=2)
+    manifest = make_set(tmp_path / "set", {"model/w": torch.ones(8)}, world_size=2)
     for ref in manifest.shards:
-        path = tmp_path / ref.path
+        path = tmp_path / "set" / ref.path
         data = path.read_bytes()
         path.write_bytes(data[: ref.header_nbytes] + bytes(len(data) - ref.header_nbytes))
-    view = ModelView(reader_of(tmp_path, manifest), Selection())
+    view = ModelView(reader_of(tmp_path / "set", manifest), Selection())
     assert [tensor.name for tensor in view.tensors] == ["w"]
     with pytest.raises(ShardError):
         list(view.stream(view.tensors))
+
+
+# ---- what an export must not harm
+
+
+def test_p6_a_target_that_could_harm_checkpoints_is_refused(tmp_path: Path) -> None:
+    root = tmp_path / "run" / "set"
+    manifest, other = (make_set(root, {"model/w": torch.ones(3)}, serial=n) for n in (1, 2))
+    step = root / manifest.id.dirname
+    alone = tmp_path / "copy" / manifest.id.dirname
+    shutil.copytree(step, alone)
+    (tmp_path / "link").symlink_to(root)
+    before = sorted(tmp_path.rglob("*"))
+
+    def refused(target: Path | str, read: Path, **request: Any) -> None:
+        shards = ShardReader(
+            LocalStore(read),
+            select_engine("auto"),
+            manifest.id,
+            manifest,
+            directory=None if read == root else "",
+        )
+        with pytest.raises(UsageError, match="is the|holds the|lies in"):
+            plan_export(shards, Request(str(target), overwrite=True, **request))
+
+    inside = [root / "out", step, step / "out", root / other.id.dirname, tmp_path / "link" / "o"]
+    for target in [root, root.parent, tmp_path / "link", "/", *inside]:
+        refused(target, root)
+        refused(target, root, format="orbax")
+    refused(root / "out.pt", root, format="torch")
+    refused(step / "rank-00000.safetensors", root, format="torch")
+    refused(f"file://{root}", root, format="orbax")
+    refused("file:///", root, format="orbax")
+    # One step directory is read: its neighbours are as safe, and so is what a job owns.
+    refused(root / other.id.dirname, step)
+    (root / term_file(1)).write_text("{}")
+    refused(root / "out", step)
+    (root / term_file(1)).unlink()
+    assert sorted(tmp_path.rglob("*")) == before
+    # A step that was copied elsewhere protects itself alone.
+    refused(alone / "out", alone)
+    refused(alone.parent, alone)
+    check_apart(str(alone.parent / "out"), str(alone))
+    export(root, manifest, root.parent / "out", overwrite=True)
+
+
+@pytest.mark.parametrize("at", [0, 1, 2, 3])
+def test_p1_an_export_that_is_ended_leaves_the_old_one_or_the_new_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int
+) -> None:
+    """Before and after each of the two renames that put the new one in its place."""
+    target = tmp_path / "out"
+    target.mkdir()
+    (target / "old").write_text("old")
+    rename, calls = os.rename, []
+
+    def ended(source: str, to: str) -> None:
+        calls.append(to)
+        if at == 2 * len(calls) - 2:
+            raise KeyboardInterrupt
+        rename(source, to)
+        if at == 2 * len(calls) - 1:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "rename", ended)
+    with pytest.raises(KeyboardInterrupt), output_directory(str(target), overwrite=True) as made:
+        (Path(made) / "new").write_text("new")
+    assert os.listdir(target) == ["new" if at == 3 else "old"]

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from sharded_ckpt.errors import UsageError
-from sharded_ckpt.export import Request, consolidate, plan_export
+from sharded_ckpt.export import Request, Selection, consolidate, plan_export
 from sharded_ckpt.manifest import Manifest
 from tests.make_set import make_set
 from tests.test_export import reader_of, same
@@ -28,14 +28,14 @@ def config_directory(path: Path, **config: Any) -> Path:
 
 
 def plan_with(directory: Path, manifest: Manifest, config: Path) -> Any:
-    request = Request(str(directory / "out"), copy_config=str(config))
+    request = Request(str(directory.parent / "out"), copy_config=str(config))
     return plan_export(reader_of(directory, manifest), request)
 
 
 @pytest.mark.case("B192")
 def test_b192_config_and_tokenizer_are_copied(tmp_path: Path) -> None:
-    manifest = make_set(tmp_path, {"model/embed_tokens.weight": torch.ones(9, 2)})
-    plan = plan_with(tmp_path, manifest, config_directory(tmp_path / "c", vocab_size=9))
+    manifest = make_set(tmp_path / "set", {"model/embed_tokens.weight": torch.ones(9, 2)})
+    plan = plan_with(tmp_path / "set", manifest, config_directory(tmp_path / "c", vocab_size=9))
     assert plan.warnings == []
     consolidate(plan)
     assert sorted(os.listdir(tmp_path / "out")) == [
@@ -45,14 +45,14 @@ def test_b192_config_and_tokenizer_are_copied(tmp_path: Path) -> None:
         "tokenizer.json",
     ]
     with pytest.raises(UsageError, match=r"config\.json"):
-        plan_with(tmp_path, manifest, tmp_path)
+        plan_with(tmp_path / "set", manifest, tmp_path)
 
 
 @pytest.mark.case("B107")
 @pytest.mark.parametrize("said", [0, 8])
 def test_b107_a_wrong_vocabulary_size_is_reported(tmp_path: Path, said: int) -> None:
-    manifest = make_set(tmp_path, {"model/transformer.wte.weight": torch.ones(9, 2)})
-    plan = plan_with(tmp_path, manifest, config_directory(tmp_path / "c", vocab_size=said))
+    manifest = make_set(tmp_path / "set", {"model/transformer.wte.weight": torch.ones(9, 2)})
+    plan = plan_with(tmp_path / "set", manifest, config_directory(tmp_path / "c", vocab_size=said))
     assert len(plan.warnings) == 1 and "9 rows" in plan.warnings[0]
 
 
@@ -61,13 +61,30 @@ def test_b22_b23_heads_are_tied_only_where_they_are_equal(tmp_path: Path) -> Non
     embedding = torch.randn(9, 2)
     config = config_directory(tmp_path / "c", vocab_size=9, tie_word_embeddings=True)
     names = ("model/model.embed_tokens.weight", "model/lm_head.weight")
-    equal = make_set(tmp_path, dict.fromkeys(names, embedding))
-    plan = plan_with(tmp_path, equal, config)
+    equal = make_set(tmp_path / "set", dict.fromkeys(names, embedding))
+    plan = plan_with(tmp_path / "set", equal, config)
     assert [tensor.name for tensor in plan.view.tensors] == ["model.embed_tokens.weight"]
     assert plan.view.aliases == {"lm_head.weight": "model.embed_tokens.weight"}
-    apart = make_set(tmp_path, dict(zip(names, (embedding, embedding + 1), strict=True)), serial=2)
-    plan = plan_with(tmp_path, apart, config)
+    apart = make_set(
+        tmp_path / "set", dict(zip(names, (embedding, embedding + 1), strict=True)), serial=2
+    )
+    plan = plan_with(tmp_path / "set", apart, config)
     assert len(plan.view.tensors) == 2 and "DIFFER" in plan.warnings[0]
+
+
+def test_masters_are_not_taken_for_the_weights_of_their_names(tmp_path: Path) -> None:
+    names = ("model.embed_tokens.weight", "lm_head.weight")
+    saved = {f"master/{name}": torch.ones(9, 2) for name in names}
+    manifest = make_set(tmp_path / "set", saved, model_dtypes="BF16")
+    config = config_directory(tmp_path / "c", vocab_size=8, tie_word_embeddings=True)
+    request = Request(
+        str(tmp_path / "out"), selection=Selection(optimizer=True), copy_config=str(config)
+    )
+    plan = plan_export(reader_of(tmp_path / "set", manifest), request)
+    assert plan.view.aliases == {names[1]: names[0]}
+    assert [w.split(";")[0] for w in plan.warnings] == [
+        f"config.json says vocab_size 8, but {names[0]} has 9 rows"
+    ]
 
 
 @pytest.mark.case("B245")
@@ -94,7 +111,7 @@ def test_b245_from_pretrained_loads_a_tied_model(tmp_path: Path) -> None:
     }
     assert len(aliases) >= 2
     manifest = make_set(
-        tmp_path,
+        tmp_path / "set",
         {f"master/{name}": value.detach() for name, value in named.items()},
         cut="flat",
         world_size=3,
@@ -103,7 +120,7 @@ def test_b245_from_pretrained_loads_a_tied_model(tmp_path: Path) -> None:
     request = Request(
         str(tmp_path / "hf"), copy_config=str(tmp_path / "config"), max_shard_nbytes=4000
     )
-    plan = plan_export(reader_of(tmp_path, manifest), request)
+    plan = plan_export(reader_of(tmp_path / "set", manifest), request)
     assert plan.warnings == []
     consolidate(plan)
     loaded, report = transformers.T5ForConditionalGeneration.from_pretrained(

@@ -214,6 +214,8 @@ def test_p7_a_host_of_the_store_that_hangs_or_dies_is_reported_in_time(server, m
 JOB = """
 import sys
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
+from sharded_ckpt import group as group_module
 from sharded_ckpt.group import StoreGroup, group_from_torch
 rank, path = int(sys.argv[1]), sys.argv[2]
 address = "tcp://127.0.0.1:" + sys.argv[3]
@@ -224,6 +226,11 @@ for _ in range(2):  # a second checkpointer of one process must not read the fir
     assert isinstance(group, StoreGroup) and (group.rank, group.world_size) == (rank, 2)
     seen.append(group.broadcast("k", b"%d" % len(seen) if rank == 0 else None, 30))
     group.gather("end", b"", 30)
+    if rank == 0:  # a later start of the job under the same name must find nothing here
+        meeting = group_module._meeting("run", len(seen), 2)
+        lobby = StoreGroup(_get_default_store(), rank, 2, meeting)
+        assert lobby.peek("nonce") is None
+        lobby.close()
 assert seen == [b"0", b"1"], seen
 dist.barrier()
 """
@@ -246,6 +253,22 @@ def test_the_group_of_a_torch_job(tmp_path: Path) -> None:
         for rank in ranks:
             rank.kill()
             rank.wait()
+
+
+def test_starts_with_other_members_meet_elsewhere(monkeypatch) -> None:
+    monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
+    first = group_module._meeting("run", 1, 8)
+    monkeypatch.setenv("GROUP_WORLD_SIZE", "4")
+    assert len({first, group_module._meeting("run", 1, 8), group_module._meeting("run", 1, 4)}) == 3
+
+
+def test_a_counter_is_waited_for_within_a_deadline() -> None:
+    zero, one = ThreadGroup.make(2)
+    assert not zero.await_count("n", 1, 0.05)
+    results = on_ranks(
+        [zero, one], lambda g: g.await_count("n", 1, 20) if g.rank == 0 else g.count("n")
+    )
+    assert results == [True, 1]
 
 
 def test_without_a_job_the_group_is_solo() -> None:

@@ -14,10 +14,13 @@ from sharded_ckpt.keep import Committed, Decision, Keep, best_first
 from sharded_ckpt.layout import SetId
 
 
-def saved(term, serial, step, *, loss=None, nbytes=10, pinned=False, content="full", of=None):
+def saved(
+    term, serial, step, *, loss=None, nbytes=10, pinned=False, content="full", of=None, nonce=None
+):
     metrics = {} if loss is None else {"loss": loss}
-    one = SetId(term=term, serial=serial, step=step, nonce=f"{term:04x}{serial:04x}")
-    return Committed(one, nbytes, metrics, pinned, content, of or (term, serial))
+    nonce = nonce or f"{term:04x}{serial:04x}"
+    one = SetId(term=term, serial=serial, step=step, nonce=nonce)
+    return Committed(one, nbytes, metrics, pinned, content, of)
 
 
 def run_of(steps, *, term=1, **kwargs):
@@ -29,7 +32,8 @@ def steps(ids):
 
 
 # Random histories: several jobs in one directory, steps that go back, odd metrics, pins, and
-# weights-only sets, with or without the full set that they were made from.
+# weights-only sets, with or without the full set that they were made from, and sets of another run
+# that were given the same numbers there.
 
 
 @st.composite
@@ -66,9 +70,11 @@ def histories(draw, weights=True, pins=True):
                     nbytes=3,
                     pinned=pins and draw(st.integers(0, 6)) == 0,
                     content="weights",
-                    of=(term, serial),
+                    of=one.id,
                 )
                 found.append(small)
+            if draw(st.integers(0, 4)) == 0:
+                found.append(saved(term, serial, step, loss=loss, nonce="ffffffff"))
     return draw(st.permutations(found))
 
 
@@ -98,10 +104,10 @@ def usable(value):
 
 
 def model_versions(sets):
-    """rank_key -> (step, loss or None, pinned full, has full, has weights), newest first."""
+    """state_id -> its full set or None, and its weights-only sets; newest first."""
     table = {}
     for one in sets:
-        row = table.setdefault(one.rank_key, {"full": None, "weights": []})
+        row = table.setdefault(one.state_id, {"full": None, "weights": []})
         if one.content == "full":
             row["full"] = one
         else:
@@ -149,7 +155,7 @@ def model_decide(policy, sets):
         return set(), set()
     table = model_versions(sets)
     selected = model_selected(policy, sets)
-    keep = {one.id for one in sets if one.rank_key in selected or one.pinned}
+    keep = {one.id for one in sets if one.state_id in selected or one.pinned}
     thin = set()
     for k in selected:
         full = table[k]["full"]
@@ -162,12 +168,12 @@ def model_decide(policy, sets):
             else:
                 thin.add(full.id)
     if policy.max_nbytes is not None:
-        newest_full = max((s.rank_key for s in sets if s.content == "full"), default=None)
-        newest = max(s.rank_key for s in sets)
+        newest_full = max((s.state_id for s in sets if s.content == "full"), default=None)
+        newest = max(s.state_id for s in sets)
         # The top of a weights-only version is its newest set; of a full one, the full set.
         top = table[newest]["full"] or max(table[newest]["weights"], key=lambda s: s.id)
         safe = {top.id} | ({table[newest_full]["full"].id} if newest_full else set())
-        order = sorted((s for s in sets if s.id in keep), key=lambda s: (s.rank_key, s.id))
+        order = sorted((s for s in sets if s.id in keep), key=lambda s: (s.state_id, s.id))
         for one in order:
             used = sum(s.nbytes for s in sets if s.id in keep and s.id not in thin)
             if used <= policy.max_nbytes:
@@ -197,14 +203,14 @@ def test_invariants(policy, sets, rng):
     assert set(decision.keep) | set(decision.retire) == set(by_id)
     assert not set(decision.keep) & set(decision.retire)
     for ids in (decision.retire, decision.thin):
-        keys = [(by_id[one].rank_key, one) for one in ids]
+        keys = [(by_id[one].state_id, one) for one in ids]
         assert keys == sorted(set(keys))
 
     # The newest full set stays, and stays full. Pinned sets stay as they are.
     full = [one for one in sets if one.content == "full"]
     protected = {one.id for one in sets if one.pinned}
     if full:
-        protected.add(max(full, key=lambda one: one.rank_key).id)
+        protected.add(max(full, key=lambda one: one.state_id).id)
     assert protected <= decision.keep
     assert not protected & set(decision.thin)
     assert set(decision.thin) <= decision.keep
@@ -231,8 +237,8 @@ def test_a_newer_commit_never_brings_an_older_step_back(policy, sets, step, loss
     before = policy.decide(sets)
     after = policy.decide([*sets, saved(7, 1, step, loss=loss)])
     by_id = {one.id: one for one in sets}
-    stays = {by_id[one].rank_key for one in before.keep}
-    again = {by_id[one].rank_key for one in after.keep if one in by_id}
+    stays = {by_id[one].state_id for one in before.keep}
+    again = {by_id[one].state_id for one in after.keep if one in by_id}
     assert again <= stays
 
 
@@ -245,7 +251,7 @@ def test_losing_its_metric_never_makes_another_step_go(policy, sets, data):
     victim = data.draw(st.sampled_from(sets))
     odd = data.draw(st.sampled_from([math.nan, math.inf, -math.inf, "n/a"]))
     changed = [
-        Committed(s.id, s.nbytes, {"loss": odd}, s.pinned, s.content, s.rank_key)
+        Committed(s.id, s.nbytes, {"loss": odd}, s.pinned, s.content, s.origin)
         if s is victim
         else s
         for s in sets
@@ -345,12 +351,21 @@ def test_weights_only_after_thins_what_stays_but_not_the_newest():
 
 def test_a_full_set_goes_once_its_weights_are_committed():
     old, new = run_of([1000, 2000])
-    weights = saved(1, 3, 1000, content="weights", of=old.rank_key)
+    weights = saved(1, 3, 1000, content="weights", of=old.id)
     decision = Keep(weights_only_after=1).decide([old, new, weights])
     assert decision.retire == (old.id,)
     assert decision.thin == ()
     # It ranks by the training state inside: committed last, it is still not the newest step.
     assert steps(Keep(last=1).decide([old, new, weights]).keep) == [2000]
+
+
+def test_p6_weights_of_another_run_with_the_same_numbers_do_not_stand_for_a_full_set():
+    old, new = run_of([1000, 2000])
+    copied_in = SetId(term=1, serial=1, step=1000, nonce="ffffffff")
+    weights = saved(1, 3, 1000, content="weights", of=copied_in)
+    decision = Keep(weights_only_after=1).decide([old, new, weights])
+    assert decision.retire == ()
+    assert decision.thin == (old.id,)
 
 
 def test_a_byte_limit_takes_the_oldest_and_says_so():

@@ -132,6 +132,18 @@ def test_p4_bounded_staging_through_a_stream(tmp_path: Path) -> None:
     assert_file_holds(tmp_path, expected)
 
 
+def test_p4_parameters_that_no_optimizer_here_owns_are_copied_at_the_call(tmp_path: Path) -> None:
+    """Nothing holds back what changes them: no fence could be installed."""
+    model, optimizer = trained()
+    with ShardedCheckpointer(model, tmp_path) as ckpt:
+        backward(model)
+        expected = {n: t for n, t in values(model, optimizer).items() if n.startswith("model/")}
+        handle = ckpt.save(1)
+        optimizer.step()
+        handle.wait(60)
+    assert_file_holds(tmp_path, expected)
+
+
 def test_check_snapshot_names_what_changed_without_a_fence(tmp_path: Path) -> None:
     model, optimizer = trained()
     ckpt = ShardedCheckpointer(model, tmp_path, optimizer=optimizer, check_snapshot=True)

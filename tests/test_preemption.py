@@ -191,13 +191,29 @@ def run_script(body):
     )
 
 
-def test_a_second_sigterm_ends_the_process_at_once():
+def test_a_sigterm_that_both_scheduler_and_launcher_send_leaves_time_to_save():
     done = run_script(
         """
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)
+        print(preempted.received.name)
+        """
+    )
+    assert (done.stdout, done.returncode) == ("SIGTERM\n", 0)
+
+
+def test_a_sigterm_long_after_the_first_ends_the_process_at_once():
+    done = run_script(
+        """
+        import time
+        from sharded_ckpt import preemption
+        now = time.monotonic
         os.kill(os.getpid(), signal.SIGUSR1)   # the warning that comes before SIGTERM
         os.kill(os.getpid(), signal.SIGUSR1)
         os.kill(os.getpid(), signal.SIGTERM)
         print("alive", flush=True)
+        time.monotonic = lambda: now() + preemption.DUPLICATE_WITHIN_S + 1
         os.kill(os.getpid(), signal.SIGTERM)
         print("not reached", flush=True)
         """

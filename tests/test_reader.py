@@ -206,6 +206,34 @@ def test_a_damaged_newest_manifest_raises_or_is_passed_over_on_request(tmp_path:
         reader.resolve(store, fallback=True, skip=1)
 
 
+def test_a_damaged_set_names_the_way_to_the_newest_sound_full_step(
+    tmp_path: Path, engine: Engine
+) -> None:
+    store = LocalStore(tmp_path)
+    old, twice, _ = (
+        make_set(tmp_path, {"master/w": torch.ones(2)}, step=step, serial=serial)
+        for serial, step in enumerate((3, 5, 4), 1)
+    )
+    thin = write_weights(store, engine, old, SetId.new(step=3, term=1, serial=9))
+    path = tmp_path / thin.id.dirname / MANIFEST
+    path.write_bytes(path.read_bytes().replace(b'"world_size": 2', b'"world_size": 3'))
+    with pytest.raises(
+        ManifestError, match=r"full step below it is 4: load\(step=4\), or --step 4"
+    ):
+        reader.resolve(store)
+    assert reader.find(store, 4)[1].content == "full"
+    # A step that has a damaged set above its sound one cannot be loaded by its number.
+    for step in (4, 5):
+        name = make_set(tmp_path, {}, step=step, serial=10 + step, copies={"buffer/n": [1, 1]})
+        (tmp_path / name.id.dirname / MANIFEST).write_text("{}")
+    with pytest.raises(ManifestError) as caught:
+        reader.resolve(store)
+    assert "sound full step" not in str(caught.value) and twice.id.step == 5
+    with pytest.raises(ManifestError) as caught:
+        reader.find(store, 5)
+    assert "sound full step" not in str(caught.value)
+
+
 # ---- damage
 
 

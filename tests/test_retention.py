@@ -24,7 +24,7 @@ from sharded_ckpt.retention import (
     uncommit,
     unpin,
 )
-from sharded_ckpt.store import LocalStore
+from sharded_ckpt.store import LocalStore, StoreUncertain
 from tests.job import Job, offered, save, saved, step_dirs
 
 
@@ -352,6 +352,55 @@ def test_p6_a_full_set_goes_only_for_a_weights_only_set_of_it(tmp_path: Path) ->
     assert not {id.serial for id in made} & {
         id.serial for id, m in committed_sets(job.store) if m.content == "full"
     }
+
+
+def copy_weights(store: LocalStore, full: Manifest, new: SetId) -> Manifest:
+    store.make_dir(new.dirname)
+    shards = tuple(replace(s, directory=new.dirname) for s in full.shards)
+    for shard in full.shards:
+        data = store.read(shard.path, 1 << 20)
+        store.create_exclusive(f"{new.dirname}/{shard.file}", data)
+    weights = replace(full, id=new, content="weights", origin=full.id, shards=shards)
+    store.publish(f"{new.dirname}/{MANIFEST}", weights.to_bytes())
+    return weights
+
+
+def test_p6_a_full_set_stays_when_it_is_not_known_whether_its_weights_are_durable(
+    tmp_path: Path,
+) -> None:
+    def thin(full: Manifest, new: SetId) -> Manifest:
+        copy_weights(LocalStore(tmp_path), full, new)
+        raise StoreUncertain("fsync", new.dirname, errno.EIO)
+
+    job = saved(tmp_path, 1, 2, keep=Keep(weights_only_after=1), thin=thin)
+    assert [m.content for _, m in committed_sets(job.store)] == ["full", "full", "weights"]
+    job.retention._thin = None
+    save(job, 3)
+    assert {m.id.step for _, m in committed_sets(job.store) if m.content == "full"} == {1, 2, 3}
+
+
+def test_one_set_shrinks_after_each_commit_the_newest_first(tmp_path: Path) -> None:
+    job = saved(tmp_path, 1, 2, 3)
+    shrunk: list[int] = []
+
+    def thin(full: Manifest, new: SetId) -> Manifest:
+        shrunk.append(full.id.step)
+        return copy_weights(job.store, full, new)
+
+    job.retention._keep, job.retention._thin = Keep(weights_only_after=1), thin
+    save(job, 4)
+    assert shrunk == [3]
+    full = [m.id.step for _, m in committed_sets(job.store) if m.content == "full"]
+    assert full == [1, 2, 4]
+
+
+def test_p6_a_job_that_is_superseded_while_it_thins_deletes_nothing(tmp_path: Path) -> None:
+    def thin(full: Manifest, new: SetId) -> Manifest:
+        terms.claim_term(LocalStore(tmp_path), "newer")
+        return copy_weights(LocalStore(tmp_path), full, new)
+
+    job = saved(tmp_path, 1, 2, keep=Keep(weights_only_after=1), thin=thin)
+    assert [m.content for _, m in committed_sets(job.store)] == ["full", "full", "weights"]
 
 
 def test_without_a_thinner_full_sets_stay_full(tmp_path: Path, caplog) -> None:

@@ -68,6 +68,26 @@ def test_files_of_others_in_an_orphan_stay(tmp_path: Path) -> None:
     assert layout.parse_trash_name(name) and store.list_dir(name) == ["notes.txt"]
 
 
+def test_an_entry_that_cannot_be_looked_at_does_not_end_gc(
+    tmp_path: Path, monkeypatch, caplog
+) -> None:
+    store = LocalStore(tmp_path)
+    stale = orphan(store, 1)
+    store.rename_dir(stale, SetId(0, 1, 5, "00000000").dirname)  # sorts before the other
+    gone = orphan(store, 1)
+    kind = store.kind
+
+    def stat(name: str):
+        if name == gone:
+            return kind(name)
+        raise StoreError("stat", name, errno.ESTALE)
+
+    monkeypatch.setattr(store, "kind", stat)
+    monkeypatch.setattr(store, "exists", lambda name: kind(name) is not None)
+    assert gc_orphans(store, 2) == [SetId.parse(gone)]
+    assert "could not be removed" in caplog.text
+
+
 def test_p6_an_orphan_that_is_committed_while_it_is_moved_is_put_back(tmp_path: Path) -> None:
     """A job of a lower term still runs, and publishes just before the directory is moved."""
     slow = Job(tmp_path, 1)

@@ -288,6 +288,7 @@ LIES: dict[str, Callable[[dict[str, Any], dict[str, Any]], object]] = {
     "chunk zero": about(chunk_nbytes=0),
     "chunk negative": about(chunk_nbytes=-64),
     "chunk small": about(chunk_nbytes=1),
+    "chunk above any writer's": about(chunk_nbytes=(64 << 20) + 1),
     "crc short": about(crc32c="0000000"),
     "crc long": about(crc32c="0" * 16),
     "crc upper": about(crc32c="ABCDEF01"),
@@ -337,6 +338,7 @@ def rename(outer: dict[str, Any], inner: dict[str, Any], name: str) -> None:
 
 
 def test_the_edits_themselves_are_accepted() -> None:
+    assert parse(edited(about(chunk_nbytes=64 << 20)), 13).chunk_nbytes == 64 << 20
     assert parse(edited(lambda o, i: None), 13).spans == {"model/a": (0, 12), "model/b": (12, 13)}
     box = {"shape": [9], "offset": [2]}
     found = parse(edited(lambda o, i: i["slices"].update({"model/a": box})), 13)

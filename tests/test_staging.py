@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import Any
 
 import pytest
 import torch
 
+from sharded_ckpt.device import InlineStream
 from sharded_ckpt.engine import select_engine
-from sharded_ckpt.errors import UsageError
+from sharded_ckpt.errors import StoreError, UnsupportedError, UsageError
 from sharded_ckpt.shard import CHUNK_NBYTES, plan_shard
 from sharded_ckpt.slices import Entry, Slice, whole
 from sharded_ckpt.staging import _TRANSITIONS, Buffer, BufferState, StagingPool
@@ -85,3 +87,127 @@ def test_eager_slices_are_cloned_before_start_returns(engine: Any) -> None:
     assert torch.equal(staged, expected)
     snapshot.job.cancel()
     snapshot.job.release()
+
+
+class GateMark:
+    def __init__(self, gate: threading.Event) -> None:
+        self.gate = gate
+
+    def reached(self) -> bool:
+        return self.gate.is_set()
+
+    def wait(self) -> None:
+        assert self.gate.wait(30)
+
+
+class GateStream(InlineStream):
+    """A device whose copies end when the gate opens."""
+
+    def __init__(self) -> None:
+        self.gate = threading.Event()
+        self.held: list[Any] = []
+
+    def mark(self) -> Any:
+        return GateMark(self.gate)
+
+    def hold_compute(self, mark: Any) -> None:
+        self.held.append(mark)
+
+
+def started(engine: Any, stream: Any) -> tuple[StagingPool, Any]:
+    pool = StagingPool(engine, buffers=1, staging_nbytes=None, stream=stream)
+    item = a_slice("model/x", torch.ones(100_000))
+    buffer = pool.acquire(1)
+    assert buffer is not None
+    return pool, pool.start(buffer, [item], plan_shard([item.entry]))
+
+
+def test_a_fence_holds_the_compute_stream_at_every_call_and_never_the_host(engine: Any) -> None:
+    stream = GateStream()
+    _, snapshot = started(engine, stream)
+    deadline = time.monotonic() + 30
+    snapshot.fence(deadline)
+    snapshot.fence(deadline)  # perhaps of another stream than the first
+    assert len(stream.held) == 2 and not snapshot.staged()
+    stream.gate.set()
+    snapshot.fence(deadline, block=True)
+    snapshot.fence(deadline)
+    assert len(stream.held) == 2 and snapshot.staged()
+    snapshot.job.cancel()
+    snapshot.let_go()
+
+
+def test_a_buffer_is_not_given_on_while_device_copies_into_it_are_under_way(engine: Any) -> None:
+    stream = GateStream()
+    pool, snapshot = started(engine, stream)
+    snapshot.job.cancel()  # the save has failed; the device does not know
+    done = threading.Event()
+    waiter = threading.Thread(target=lambda: (snapshot.let_go(), done.set()))
+    waiter.start()
+    assert not done.wait(0.2)
+    assert snapshot.sources
+    stream.gate.set()
+    waiter.join(30)
+    assert done.is_set() and not snapshot.sources
+    pool.release(snapshot.buffer)
+
+
+def test_a_given_up_buffer_comes_back_once_its_device_lets_go(engine: Any) -> None:
+    stream = GateStream()
+    pool, snapshot = started(engine, stream)
+    snapshot.job.cancel()
+    pool.give_up(snapshot)
+    assert pool.busy()
+    with pytest.raises(StoreError, match="do not let go"):
+        pool.acquire(0)
+    stream.gate.set()
+    snapshot.stager.join(30)
+    assert not pool.busy() and pool.acquire(1) is snapshot.buffer
+
+
+def test_a_failure_to_queue_device_copies_leaves_the_buffer_usable(engine: Any) -> None:
+    class Broken(InlineStream):
+        def begin(self) -> None:
+            raise RuntimeError("device lost")
+
+    pool = StagingPool(engine, buffers=1, staging_nbytes=None, stream=Broken())
+    item = a_slice("model/x", torch.ones(100_000))
+    plan = plan_shard([item.entry])
+    buffer = pool.acquire(1)
+    assert buffer is not None
+    with pytest.raises(RuntimeError, match="device lost"):
+        pool.start(buffer, [item], plan)
+    pool._forced_stream = InlineStream()
+    snapshot = pool.start(buffer, [item], plan)  # the arena is not used by a job any more
+    snapshot.fence(time.monotonic() + 30, block=True)
+    snapshot.job.cancel()
+    snapshot.let_go()
+
+
+def test_tensors_on_two_devices_are_refused(engine: Any) -> None:
+    pool = StagingPool(engine, buffers=1, staging_nbytes=None)
+    streams = iter([InlineStream(), InlineStream()])
+    pool._stream_of = lambda tensor: next(streams)  # type: ignore[method-assign]
+    items = [a_slice("model/x", torch.ones(100_000)), a_slice("model/y", torch.ones(100_000))]
+    buffer = pool.acquire(1)
+    assert buffer is not None
+    with pytest.raises(UnsupportedError, match="model/y"):
+        pool.start(buffer, items, plan_shard([i.entry for i in items]))
+
+
+def test_every_buffer_is_prepared(engine: Any) -> None:
+    pool = StagingPool(engine, buffers=2, staging_nbytes=None)
+    pool.prepare([a_slice("model/x", torch.ones(1000))]).join(30)
+    assert all(buffer.arena is not None for buffer in pool._buffers)
+    assert all(buffer.state is BufferState.FREE for buffer in pool._buffers)
+
+
+def test_asking_a_failed_snapshot_whether_it_is_staged_does_not_raise(engine: Any) -> None:
+    pool = StagingPool(engine, buffers=1, staging_nbytes=None)
+    item = a_slice("model/x", torch.ones(100_000))
+    buffer = pool.acquire(1)
+    assert buffer is not None
+    snapshot = pool.start(buffer, [item], plan_shard([item.entry]))
+    snapshot.job.cancel()
+    assert snapshot.staged()
+    snapshot.let_go()

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from sharded_ckpt import layout
+from sharded_ckpt.engine_python_files import sync_parent
 from sharded_ckpt.errors import StoreError
 from sharded_ckpt.store import LocalStore, StoreUncertain
 
@@ -221,6 +222,19 @@ def test_file_systems_without_directory_fsync_are_tolerated_with_a_warning(store
     assert "does not fsync directories" in caplog.text
 
 
+def test_the_python_engine_tolerates_the_same_file_systems(tmp_path: Path, monkeypatch) -> None:
+    def refuse(fd: int) -> None:
+        raise OSError(failure, "refused")
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    failure = errno.EINVAL
+    sync_parent(str(tmp_path / "shard"))
+    failure = errno.EIO
+    with pytest.raises(StoreError) as caught:
+        sync_parent(str(tmp_path / "shard"))
+    assert (caught.value.operation, caught.value.errno) == ("fsync directory", errno.EIO)
+
+
 def test_root_is_made_durably_and_may_be_required_to_exist(tmp_path: Path) -> None:
     made = RecordingStore(tmp_path / "x" / "y")
     assert made.effects == [("fsync", "../.."), ("fsync", "..")]
@@ -231,6 +245,48 @@ def test_root_is_made_durably_and_may_be_required_to_exist(tmp_path: Path) -> No
     (tmp_path / "file").write_text("")
     with pytest.raises(StoreError):
         LocalStore(tmp_path / "file" / "run")
+
+
+def test_p2_a_root_that_is_there_already_gets_a_durable_name(tmp_path: Path, caplog) -> None:
+    root = tmp_path / "run"
+    root.mkdir()
+    assert RecordingStore(root).effects == [("fsync", "..")]
+
+    class Failing(LocalStore):
+        code = 0
+
+        def _effect(self, operation: str, path: str, call: Callable[[], Any]) -> Any:
+            raise StoreError(operation, path, self.code)
+
+    caplog.set_level("DEBUG")
+    for Failing.code in (errno.EACCES, errno.EINVAL, errno.ENOENT):
+        Failing(root)
+    assert caplog.text.count("may not be durable") == 3
+    Failing.code = errno.EIO
+    with pytest.raises(StoreError):
+        Failing(root)
+
+
+def test_a_file_that_goes_stale_once_open_is_a_store_error(store, monkeypatch) -> None:
+    store.create_exclusive("a", b"x")
+    before = len(os.listdir("/proc/self/fd"))
+    fstat = os.fstat
+    for good in (0, 1):
+        for call in (lambda: store.size("a"), lambda: store.read("a", 10)):
+            left = [good]
+
+            def stale(fd: int, left: list[int] = left) -> os.stat_result:
+                left[0] -= 1
+                if left[0] < 0:
+                    raise OSError(errno.ESTALE, "stale")
+                return fstat(fd)
+
+            monkeypatch.setattr(os, "fstat", stale)
+            with pytest.raises(StoreError) as caught:
+                call()
+            assert caught.value.errno == errno.ESTALE
+    monkeypatch.setattr(os, "fstat", fstat)
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_no_descriptor_is_left_open(store) -> None:

@@ -12,7 +12,7 @@ from sharded_ckpt.export import hf_config, orbax, safetensors, torch_file
 from sharded_ckpt.export.stream import WINDOW_NBYTES
 from sharded_ckpt.export.weights import ModelView, Selection
 from sharded_ckpt.reader import ShardReader
-from sharded_ckpt.store_output import check_space, check_target, resident_nbytes
+from sharded_ckpt.store_output import check_apart, check_space, check_target, resident_nbytes
 
 Format = Literal["safetensors", "torch", "orbax"]
 
@@ -79,6 +79,7 @@ def plan_export(reader: ShardReader, request: Request) -> ExportPlan:
         files = [(request.target, total)]
     local = request.target if request.format != "orbax" else orbax.local_path(request.target)
     if local is not None:
+        check_apart(local, reader.store.root)
         check_target(local, directory=request.format != "torch", overwrite=request.overwrite)
         check_space(local, total)
     return ExportPlan(request, view, files, config_files, warnings)

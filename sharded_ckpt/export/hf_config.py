@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from sharded_ckpt.errors import UsageError
-from sharded_ckpt.export.stream import Exported
+from sharded_ckpt.export.stream import Exported, Role
 from sharded_ckpt.export.weights import ModelView
 from sharded_ckpt.store_output import copy_file, read_small
 
@@ -124,10 +124,13 @@ def tie(view: ModelView, config: dict[str, Any]) -> list[str]:
 
 
 def _ending(tensors: Sequence[Exported], endings: tuple[str, ...]) -> Exported | None:
+    """The first weight so named; masters and optimizer state may have such names, too."""
     found = [
         tensor
         for tensor in tensors
-        if tensor.shape and any(f".{tensor.name}".endswith(f".{end}") for end in endings)
+        if tensor.role is Role.WEIGHT
+        and tensor.shape
+        and any(f".{tensor.name}".endswith(f".{end}") for end in endings)
     ]
     return found[0] if found else None
 

@@ -90,7 +90,7 @@ def local_path(target: str) -> str | None:
     if "://" not in target:
         return target
     if urlsplit(target).scheme == "file":
-        return unquote(urlsplit(target).path).rstrip("/")
+        return unquote(urlsplit(target).path).rstrip("/") or "/"
     return None
 
 

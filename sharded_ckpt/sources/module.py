@@ -60,6 +60,7 @@ class ModuleSource:
     def _bind(self) -> list[Bound]:
         """Every parameter once, as it is now. No pointer is kept from one save to the next."""
         eager = common.changed_in_forward(self.model)
+        stepped = self._optimizer.parameter_ids() if self._optimizer is not None else set()
         computed_in = self._model_dtypes()
         everybody = tuple(range(self.world_size))
         found = []
@@ -76,7 +77,10 @@ class ModuleSource:
                     shape=shape,
                     region=held.region,
                     holders=held.holders,
-                    eager=fqn in eager,
+                    # Nothing here can hold back what changes a trained parameter that this
+                    # optimizer does not own (another optimizer, none at all).
+                    eager=fqn in eager
+                    or (parameter.requires_grad and id(parameter) not in stepped),
                     model_dtype=computed_in.get(fqn),
                 )
             )

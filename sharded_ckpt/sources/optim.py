@@ -56,6 +56,10 @@ class OptimizerState:
 
     # --- capture ---------------------------------------------------------------------------------
 
+    def parameter_ids(self) -> set[int]:
+        """``id`` of every parameter that ``step`` changes."""
+        return {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+
     def group_names(self, bound: Sequence[Bound]) -> list[list[str]]:
         """Canonical names of the parameters of each group.
 
@@ -74,7 +78,7 @@ class OptimizerState:
                     "optimizer from the parameters of this model, after fully_shard, DDP and .to()"
                 )
             groups.append([names[id(p)] for p in group["params"]])
-        known = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+        known = self.parameter_ids()
         stray = next((k for k in self.optimizer.state if id(k) not in known), None)
         if stray is not None:
             what = repr(stray) if isinstance(stray, str) else f"a {type(stray).__name__}"

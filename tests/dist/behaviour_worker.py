@@ -180,6 +180,47 @@ def damage_on_one_rank_is_everybodys(directory: Path) -> Report:
 
 
 @case
+def a_load_refused_on_one_rank_changes_nothing_on_the_others(directory: Path) -> Report:
+    torch.manual_seed(1)
+    net = DistributedDataParallel(nn.Linear(64, 64))
+    ckpt = ShardedCheckpointer(net, directory, timeout_s=20)
+    last = ckpt.save(1).wait(60)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        path = directory / last.dirname / "rank-00001.safetensors"
+        data = bytearray(path.read_bytes())
+        data[20] ^= 1  # in the header: found while planning
+        path.write_bytes(data)
+    with torch.no_grad():
+        net.module.weight.fill_(7.0)
+    dist.barrier()
+    report = outcome(ckpt.load)
+    report["untouched"] = bool((net.module.weight == 7.0).all())
+    ckpt.close()
+    return report
+
+
+class Touchy:
+    """State that one rank cannot take back."""
+
+    def state_dict(self) -> Report:
+        return {"rank": dist.get_rank()}
+
+    def load_state_dict(self, state: Report) -> None:
+        if state["rank"] == 1:
+            raise RuntimeError("not today")
+
+
+@case
+def state_that_one_rank_cannot_take_back(directory: Path) -> Report:
+    ckpt = opened(directory, stateful={"touchy": Touchy()})
+    ckpt.save(1).wait(60)
+    report = outcome(ckpt.load)
+    ckpt.close()
+    return report
+
+
+@case
 def replicated_tensors_are_cut_evenly(directory: Path) -> Report:
     ckpt = opened(directory)
     last = ckpt.save(1).wait(60)
