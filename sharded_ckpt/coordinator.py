@@ -426,7 +426,7 @@ class Coordinator:
         if late_s > GRACE_S:
             raise _Stop(
                 Outcome.TIMEOUT,
-                f"step {attempt.id.step} was given up: rank 0 could have committed it {late_s:.1f} s "
+                f"step {attempt.id.step} was given up: rank 0 was ready {late_s:.1f} s "
                 "after its deadline, when other ranks may be gone. The file system is slow, or "
                 "deletion after an earlier save; save less often or raise timeout_s",
                 0,

@@ -12,7 +12,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,7 +21,7 @@ import pytest
 
 from sharded_ckpt.engine import Engine, Job, Written, select_engine
 from sharded_ckpt.engine_python_job import SLOT_TRANSITIONS, SlotState
-from sharded_ckpt.errors import ClosedError, StoreError, UsageError
+from sharded_ckpt.errors import StoreError, UsageError
 
 KINDS = ("native", "python")
 HEADER = b"h" * 100 + b"0" * 3900 + b"t" * 96  # 4096 bytes; digits start at byte 100
@@ -277,32 +276,6 @@ def test_cancel_leaves_the_unfinished_file_and_frees_the_arena(
     assert len(os.listdir("/proc/self/fd")) == descriptors
     assert (tmp_path / "shard").read_bytes()[: len(HEADER)] == bytes(len(HEADER))
     engine.start(arena, [], chunk_nbytes=CHUNK).cancel()
-
-
-def threads_since(before: set[str]) -> set[str]:
-    return set(os.listdir("/proc/self/task")) - before
-
-
-def test_close_cancels_jobs_and_joins_threads(tmp_path: Path) -> None:
-    for kind in KINDS:
-        before = threads_since(set())
-        engine = select_engine(kind, copy_threads=2, io_threads=3)
-        assert threads_since(before) == set(), "threads start with the first job"
-        job = engine.start(engine.arena(CHUNK), [(0, CHUNK)], chunk_nbytes=CHUNK)
-        job.write_to(str(tmp_path / kind), HEADER, CRC_POS)
-        assert len(threads_since(before)) == 5
-        engine.close()
-        # A joined thread leaves the list a moment later.
-        deadline = time.monotonic() + T
-        while threads_since(before) and time.monotonic() < deadline:
-            os.sched_yield()
-        assert threads_since(before) == set()
-        assert failed(job).detail == "the engine was closed"
-        with pytest.raises(ClosedError):
-            engine.start(engine.arena(CHUNK), [], chunk_nbytes=CHUNK)
-        with pytest.raises(ClosedError):
-            engine.verify("x", header_nbytes=0, data_nbytes=0, chunk_nbytes=1, crcs=[])
-        engine.close()
 
 
 def test_a_wait_is_interruptible_and_ends_at_its_timeout(engine: Engine) -> None:
