@@ -106,8 +106,10 @@ class Retention:
         decision = self._keep.decide(list(sets.values()))
         thin = [id for id in decision.thin if self._may_go(id, sets, newest)]
         if thin:
-            # One a commit, so that the next save does not wait for many to be copied.
-            self._shrink(thin[-1], len(thin) - 1, next_serial)
+            # Two a commit, since the verdicts of later saves wait for this thread: the newest, that
+            # has just become due, and the oldest, so that a backlog shrinks as well.
+            for id in dict.fromkeys((thin[-1], thin[0])):
+                self._shrink(id, max(0, len(thin) - 2), next_serial)
             check_superseded(self._store, self._term, just_committed.step)  # copying takes a while
             # A full set is retired only if a weights-only one of it is found on the disk.
             sets = self._survey()
@@ -156,10 +158,10 @@ class Retention:
     def _shrink(self, id: SetId, later: int, next_serial: Callable[[], int]) -> None:
         """Writes a weights-only set of the full set ``id``; ``later`` others are due as well."""
         if self._thin is None:
-            log.warning("%d sets stay full: nothing here writes weights-only sets", later + 1)
+            log.warning("%s stays full: nothing here writes weights-only sets", id.dirname)
             return
         if later:
-            log.info("%d more sets are due to shrink: one does after each commit", later)
+            log.info("%d more sets are due to shrink: two do after each commit", later)
         new = SetId.new(step=id.step, term=self._term, serial=next_serial())
         try:
             self._thin(read_manifest(self._store, id), new)

@@ -195,7 +195,7 @@ class Saver:
                 return  # it still uses its connection
         if self._coordinator is not None:
             # This process may host the store through which the others hear the last verdict.
-            getattr(self._coordinator, "settle", lambda: None)()
+            self._coordinator.settle()
         self._write_group.close()
         self._commit_group.close()
 
@@ -381,7 +381,7 @@ class Saver:
         save.opened.wait(save.left_s())  # without a directory there is nothing to decide
         parts = save.captured.parts if save.captured is not None else None
         return self._coordinator.decide(
-            n=n, step=step, id=save.id, parts=parts, timeout_s=save.left_s()
+            n=n, step=step, id=save.id, parts=parts, timeout_s=save.deadline - time.monotonic()
         )
 
     def _committed(self, save: RankSave) -> None:

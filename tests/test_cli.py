@@ -487,7 +487,8 @@ def test_unpin_takes_back_every_pin_of_the_step(tmp_path: Path, run: Any) -> Non
     again = make_set(tmp_path, ONE, step=8, serial=2)
     run("pin", tmp_path, "--step", 8)
     code, found, _ = run("unpin", tmp_path, "--step", 8, "--json")
-    assert code == 0
-    assert found["paths"] == [str(tmp_path / made.id.dirname) for made in (again, first)]
     assert not any(step["pinned"] for step in run("ls", tmp_path, "--json")[1]["steps"])
+    assert code == 0 and found["paths"] == [
+        str(tmp_path / made.id.dirname) for made in (again, first)
+    ]
     assert run("unpin", tmp_path, "--step", 9)[0] == 1

@@ -379,8 +379,8 @@ def test_p6_a_full_set_stays_when_it_is_not_known_whether_its_weights_are_durabl
     assert {m.id.step for _, m in committed_sets(job.store) if m.content == "full"} == {1, 2, 3}
 
 
-def test_one_set_shrinks_after_each_commit_the_newest_first(tmp_path: Path) -> None:
-    job = saved(tmp_path, 1, 2, 3)
+def test_two_sets_shrink_after_each_commit_the_newest_and_the_oldest(tmp_path: Path) -> None:
+    job = saved(tmp_path, 1, 2, 3, 4)
     shrunk: list[int] = []
 
     def thin(full: Manifest, new: SetId) -> Manifest:
@@ -388,10 +388,13 @@ def test_one_set_shrinks_after_each_commit_the_newest_first(tmp_path: Path) -> N
         return copy_weights(job.store, full, new)
 
     job.retention._keep, job.retention._thin = Keep(weights_only_after=1), thin
-    save(job, 4)
-    assert shrunk == [3]
+    save(job, 5)
+    assert shrunk == [4, 1]
     full = [m.id.step for _, m in committed_sets(job.store) if m.content == "full"]
-    assert full == [1, 2, 4]
+    assert full == [2, 3, 5]
+    save(job, 6)
+    save(job, 7)  # the backlog shrinks, though each commit makes one more due
+    assert [m.id.step for _, m in committed_sets(job.store) if m.content == "full"] == [7]
 
 
 def test_p6_a_job_that_is_superseded_while_it_thins_deletes_nothing(tmp_path: Path) -> None:
@@ -406,7 +409,7 @@ def test_p6_a_job_that_is_superseded_while_it_thins_deletes_nothing(tmp_path: Pa
 def test_without_a_thinner_full_sets_stay_full(tmp_path: Path, caplog) -> None:
     job = saved(tmp_path, 1, 2, keep=Keep(weights_only_after=1))
     assert offered(job.store) == [1, 2]
-    assert "stay full" in caplog.text
+    assert "stays full" in caplog.text
 
 
 def test_everything_the_other_modules_use_is_exported() -> None:
