@@ -106,8 +106,8 @@ class Retention:
         decision = self._keep.decide(list(sets.values()))
         thin = [id for id in decision.thin if self._may_go(id, sets, newest)]
         if thin:
-            # Two a commit, since the verdicts of later saves wait for this thread: the newest, that
-            # has just become due, and the oldest, so that a backlog shrinks as well.
+            # Two a commit, since the verdicts of later saves wait for this thread: the newest (it
+            # has just become due) and the oldest, so that a backlog shrinks as well.
             for id in dict.fromkeys((thin[-1], thin[0])):
                 self._shrink(id, max(0, len(thin) - 2), next_serial)
             check_superseded(self._store, self._term, just_committed.step)  # copying takes a while
