@@ -281,8 +281,20 @@ def test_the_fence_comes_first_and_once_a_step(name: str) -> None:
 
 def test_embeddings_with_max_norm_are_copied_at_once() -> None:
     model = nn.Sequential(nn.Embedding(3, 2, max_norm=1.0), nn.Linear(2, 2))
-    eager = {s.entry.name for s in PlainSource(model).slices() if s.eager}
+    optimizer = torch.optim.SGD(model.parameters())
+    eager = {s.entry.name for s in PlainSource(model, optimizer).slices() if s.eager}
     assert eager == {"model/0.weight"}
+
+
+def test_parameters_that_nothing_here_can_hold_back_are_copied_at_once() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
+    model[2].requires_grad_(False)
+    optimizer = torch.optim.SGD(model[0].parameters())
+    for source, expected in (
+        (PlainSource(model, optimizer), {"model/1.weight", "model/1.bias"}),
+        (PlainSource(model), {f"model/{i}.{n}" for i in (0, 1) for n in ("weight", "bias")}),
+    ):
+        assert {s.entry.name for s in source.slices() if s.eager} == expected
 
 
 # --- refused by name -----------------------------------------------------------------------------
