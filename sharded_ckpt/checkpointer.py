@@ -144,6 +144,9 @@ class ShardedCheckpointer:
                 "when_busy": when_busy,
                 "timeout_s": self._timeout_s,
                 "read_only": read_only,
+                "buffers": buffers,
+                "max_failures": max_failures,
+                "stateful": sorted(self._stateful),
                 "save_every": repr(policy),
                 "layout": self._source.describe(),
             },
@@ -173,7 +176,7 @@ class ShardedCheckpointer:
             timeout_s=self._timeout_s,
         )
         self._remove_fence = self._source.install_fence(self.fence)
-        # Runs before the interpreter joins threads: a pending save is finished, or reported.
+        # Background threads are daemons and still run then: a pending save is finished.
         atexit.register(self._at_exit)
 
     # -- when --------------------------------------------------------------------------------

@@ -43,8 +43,8 @@ def open_directory(
 
     ``options`` describes how each rank was called; ranks that were called differently are refused
     here, since they would wait for each other later. With ``read_only`` no term is claimed (term
-    0), and the directory must exist. Raises :class:`UsageError`, :class:`StoreError`,
-    :class:`GroupTimeout`.
+    0), and the directory must exist. Raises :class:`UsageError`, also for a directory that cannot
+    be opened, with the cause and the host; and :class:`GroupTimeout`.
     """
     answer: bytes | None = None
     store: LocalStore | None = None
