@@ -23,10 +23,10 @@ from sharded_ckpt.votes import CommitParts
 
 @dataclass(slots=True)
 class Captured:
-    """Non-tensor state of one save: this rank's own tree, and what rank 0 puts in the manifest."""
+    """Non-tensor state of one save: this rank's own tree, and on rank 0 what the manifest gets."""
 
     rank_tree: Any
-    parts: CommitParts
+    parts: CommitParts | None
 
 
 # Where the tensors inside non-tensor state live in a shard.
@@ -58,9 +58,10 @@ def capture(
     slices += client_slices
     shared_state = {"source": source.shared_state(), "tag": tag}
     shared_tree, shared_slices = encode(shared_state, "shared")
-    if source.rank == 0:
-        slices += shared_slices
     slices += source.slices()
+    if source.rank != 0:
+        return slices, Captured(rank_tree, None)
+    slices += shared_slices
     parts = CommitParts(
         layout=source.describe(),
         state_tree=shared_tree,

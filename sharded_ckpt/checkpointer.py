@@ -444,7 +444,6 @@ class ShardedCheckpointer:
             self._saver = Saver(
                 store=self._store,
                 group=self._group,
-                engine=self._engine,
                 pool=self._pool,
                 emitter=self._emitter,
                 coordinator=self._coordinator,

@@ -24,7 +24,6 @@ from sharded_ckpt.store import LocalStore
 # Shared file systems may show a new file late on other hosts; past this it is not the same
 # directory, whatever the reason.
 VISIBLE_WITHIN_S = 20.0
-MAX_TERM_NBYTES = 64 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +76,7 @@ def _claim(directory: str, read_only: bool) -> tuple[LocalStore, dict[str, Any]]
     if read_only:
         return store, {"term": 0, "run_id": run_id, "token": ""}
     term = terms.claim_term(store, run_id)
-    token = store.read(term_file(term), MAX_TERM_NBYTES)
+    token = store.read(term_file(term), terms.MAX_TERM_FILE_NBYTES)
     return store, {"term": term, "run_id": run_id, "token": token.decode()}
 
 
@@ -96,7 +95,7 @@ def _problem_here(
             store = LocalStore(directory, create=False)
             if read_only:
                 return None
-            seen = store.read(wanted, MAX_TERM_NBYTES).decode()
+            seen = store.read(wanted, terms.MAX_TERM_FILE_NBYTES).decode()
             if seen == said["token"]:
                 return None
             reason = f"{wanted} there is another file"

@@ -31,7 +31,7 @@ from sharded_ckpt.errors import (
     UsageError,
 )
 from sharded_ckpt.layout import SetId
-from sharded_ckpt.manifest import Manifest, ShardRef
+from sharded_ckpt.manifest import MAX_MANIFEST_NBYTES, Manifest, ShardRef
 from sharded_ckpt.plan_spans import clip, split_by_want, windows
 from sharded_ckpt.retention_catalog import committed_sets
 from sharded_ckpt.slices import Entry, whole
@@ -48,7 +48,6 @@ Candidate = tuple[SetId, Manifest | CheckpointError]
 
 # Past this a device copy gains nothing from a larger buffer, and the host pays for it.
 BOUNCE_NBYTES = 64 << 20
-MANIFEST_MAX_NBYTES = 64 << 20
 
 
 # ---- which set -------------------------------------------------------------------------------
@@ -410,7 +409,7 @@ def file_crc32c(header_crc32c: int, header: shard.ShardHeader) -> int:
 def read_manifest(store: LocalStore, directory: str) -> Manifest:
     """The manifest of one directory (``""``: the store's root). Raises ``ManifestError``."""
     name = f"{directory}/{layout.MANIFEST}" if directory else layout.MANIFEST
-    data = store.read(name, MANIFEST_MAX_NBYTES)
+    data = store.read(name, MAX_MANIFEST_NBYTES)
     return Manifest.from_bytes(data, store.path(name))
 
 

@@ -26,12 +26,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from sharded_ckpt import dtypes
 from sharded_ckpt import plan as planning
 from sharded_ckpt.capture import Captured
 from sharded_ckpt.checksum import crc32c
 from sharded_ckpt.coordinator import Coordinator
-from sharded_ckpt.engine import Engine
 from sharded_ckpt.engine_types import RELEASE_TIMEOUT_S
 from sharded_ckpt.errors import (
     CheckpointError,
@@ -91,6 +89,7 @@ class RankSave:
     id: SetId | None = None
     opened: threading.Event = field(default_factory=threading.Event)
     file_made: bool = False
+    layout_digest: str = ""  # of the shard that this rank votes for
     # Set by the writer when it no longer touches the file or the buffer.
     written: threading.Event = field(default_factory=threading.Event)
 
@@ -115,7 +114,6 @@ class Saver:
         *,
         store: LocalStore,
         group: Group,
-        engine: Engine,
         pool: StagingPool,
         emitter: Emitter,
         coordinator: Coordinator | None,
@@ -127,7 +125,6 @@ class Saver:
         self._world_size = group.world_size
         self._write_group = group.clone()
         self._commit_group = group.clone()
-        self._engine = engine
         self._pool = pool
         self._emitter = emitter
         self._coordinator = coordinator
@@ -285,15 +282,15 @@ class Saver:
         while (written := job.wait(POLL_S)) is None:
             self._check_on(save)
         self._emit(save, "written", nbytes=written.file_nbytes)
-        digest = planning.layout_digest(save.plan.entries)
+        save.layout_digest = planning.layout_digest(save.plan.entries)
         return Vote.yes(
             rank=self._rank,
             step=save.step,
             n=save.ballot.n,
             serial=save.id.serial,
             written=written,
-            layout_digest=digest,
-            entries=None if digest == self._known_layout else save.plan.entries,
+            layout_digest=save.layout_digest,
+            entries=None if save.layout_digest == self._known_layout else save.plan.entries,
         )
 
     def _check_on(self, save: RankSave) -> None:
@@ -336,9 +333,8 @@ class Saver:
         assert save.snapshot is not None and save.plan is not None
         arena = save.snapshot.buffer.arena
         assert arena is not None
-        for entry, start in zip(save.plan.entries, save.plan.offsets, strict=True):
-            nbytes = entry.numel * dtypes.by_name(entry.dtype).itemsize
-            if crc32c(arena.view(start, nbytes)) != save.source_crcs[entry.name]:
+        for entry, start, end in save.plan.spans():
+            if crc32c(arena.view(start, end - start)) != save.source_crcs[entry.name]:
                 raise SaveError(
                     f"{entry.name} changed between save({save.step}) and the end of its copy; "
                     "whatever changes it outside optimizer.step() must call fence() first",
@@ -386,8 +382,7 @@ class Saver:
 
     def _committed(self, save: RankSave) -> None:
         save.move(SaveState.COMMITTED)
-        if save.plan is not None:
-            self._known_layout = planning.layout_digest(save.plan.entries)
+        self._known_layout = save.layout_digest
         self._emit(save, "committed")
         save.handle._finish(save.id, None)
         if self._coordinator is not None and save.id is not None:

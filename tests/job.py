@@ -6,6 +6,7 @@ coordinator, store, group and retention.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -16,7 +17,7 @@ from typing import Any
 from sharded_ckpt import layout, plan, terms
 from sharded_ckpt.checksum import crc32c
 from sharded_ckpt.coordinator import Coordinator
-from sharded_ckpt.errors import CheckpointError
+from sharded_ckpt.errors import CheckpointError, StoreError
 from sharded_ckpt.events import Emitter, Event
 from sharded_ckpt.group import ThreadGroup
 from sharded_ckpt.keep import Keep
@@ -28,6 +29,23 @@ from sharded_ckpt.store import LocalStore
 from sharded_ckpt.votes import Ballot, CommitParts, Verdict, Vote
 
 NUMEL = 120
+
+
+class RecordingStore(LocalStore):
+    """Notes every effect on the disk; ``fault`` may give one an errno to fail with."""
+
+    fault = staticmethod(lambda operation, path: None)
+
+    def __init__(self, root: Path, **options: Any) -> None:
+        self.effects: list[tuple[str, str]] = []
+        super().__init__(root, **options)
+
+    def _effect(self, operation: str, path: str, call: Callable[[], Any]) -> Any:
+        self.effects.append((operation, os.path.relpath(path, self.root)))
+        error = self.fault(operation, path)
+        if error is not None:
+            raise StoreError(operation, path, error)
+        return super()._effect(operation, path, call)
 
 
 @dataclass(frozen=True)

@@ -25,23 +25,7 @@ from sharded_ckpt.retention import (
     unpin,
 )
 from sharded_ckpt.store import LocalStore, StoreUncertain
-from tests.job import Job, offered, save, saved, step_dirs
-
-
-class RecordingStore(LocalStore):
-    fault = staticmethod(lambda operation, path: None)
-
-    def __init__(self, root, **options) -> None:
-        self.effects: list[tuple[str, str]] = []
-        super().__init__(root, **options)
-
-    def _effect(self, operation, path, call):
-        self.effects.append((operation, os.path.relpath(path, self.root)))
-        error = self.fault(operation, path)
-        if error is not None:
-            raise StoreError(operation, path, error)
-        return super()._effect(operation, path, call)
-
+from tests.job import Job, RecordingStore, offered, save, saved, step_dirs
 
 # ---- the policy, applied
 

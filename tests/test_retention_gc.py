@@ -11,22 +11,7 @@ from sharded_ckpt.errors import StoreError
 from sharded_ckpt.layout import PIN, SetId, shard_file
 from sharded_ckpt.retention import committed_sets, gc_orphans, remove_leftover
 from sharded_ckpt.store import LocalStore
-from tests.job import Job, offered, parts, save, saved, step_dirs
-
-
-class RecordingStore(LocalStore):
-    fault = staticmethod(lambda operation, path: None)
-
-    def __init__(self, root, **options) -> None:
-        self.effects: list[tuple[str, str]] = []
-        super().__init__(root, **options)
-
-    def _effect(self, operation, path, call):
-        self.effects.append((operation, os.path.relpath(path, self.root)))
-        error = self.fault(operation, path)
-        if error is not None:
-            raise StoreError(operation, path, error)
-        return super()._effect(operation, path, call)
+from tests.job import Job, RecordingStore, offered, parts, save, saved, step_dirs
 
 
 def orphan(store: LocalStore, term: int, *names: str, trash: bool = False) -> str:
